@@ -1,0 +1,411 @@
+"""Tasks: what the model is asked, what it did, whether it succeeded. And the small policy that the built-in tasks start from.
+
+A task hands out episodes and advances many of them side by side. A single-turn question is an episode of one turn; nothing outside this file
+knows the difference:
+
+    episodes = task.start(rows)                                 first user message of each in episode.prompt
+    messages = task.step(episodes, responses, finished)         next user message of each, None where the episode is over (reward is set)
+    task.happened(episode, mode)                                what the hindsight view is told: the attempt or its digest
+    task.train, task.test, task.check, task.well_formed(episode), task.close()
+
+In this file: episodes, data files, the single-turn tasks (sums, gsm8k, math, code), the chat template, the built-in policy.
+"""
+import ast
+import os
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+import verifiers
+
+ANSWER_CHECKED = "A verifier checked its final answer."
+TESTS_RUN = "Hidden unit tests were run on its program."
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: one line that names the fault and the mend."""
+
+
+@dataclass
+class Episode:
+    """One attempt at one row, from the first prompt to the verdict."""
+    row: dict
+    prompt: str                                            # the first user message
+    responses: list[str] = field(default_factory=list)     # what the model wrote, a text a turn, up to its EOS and without special tokens
+    reward: float = 0.0                                    # 1 for success, 0 otherwise
+    truncated: bool = False                                # the answer was cut at the token limit (single-turn tasks only)
+    judge_failed: bool = False                             # the judge itself failed: reward 0, counted apart
+    actions: list[tuple[str, str]] = field(default_factory=list)  # (action, observation) of each turn (text games only)
+    invalid_actions: int = 0
+    ended: str = ""                                        # why a game is over: "won", "lost", "limit" or "context"
+    engine: object = None
+
+
+# ------------------------------------------------------------------------------------------------------------------------ data files
+
+def load_split(source: str, split: str) -> list[dict] | None:
+    """Rows of one split ("train" or "test") of `source`; None where the source has no such split.
+
+    source: a folder with train.* / test.* files, one data file (all of it counts as "train"), or a data-set id on the hub, `name` or
+    `name:config`. Files: .jsonl, .json, .parquet or .csv.
+    """
+    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in kinds)
+        if not files:
+            raise UserError(f"--data {source}: no .jsonl, .json, .parquet or .csv file in this folder")
+        named = [file for file in files if file.stem == split]
+        if not named and len(files) == 1 and files[0].stem not in ("train", "test"):
+            named = files if split == "train" else []
+        if not named:
+            return None
+        path = named[0]
+    elif path.is_file():
+        if path.suffix not in kinds:
+            raise UserError(f"{source}: a data file ends in {', '.join(kinds)}")
+        if split == "test":
+            return None
+    elif path.suffix in kinds or source.startswith((".", "/", "~")):
+        raise UserError(f"{source}: no such data file or folder")
+    else:
+        path = None
+    import datasets
+    datasets.disable_progress_bars()
+    try:
+        if path is not None:
+            loaded = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
+        else:
+            name, _, config = source.partition(":")
+            splits = datasets.get_dataset_split_names(name, config or None)
+            if split not in splits:
+                return None
+            loaded = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:  # the library's own errors are many and long; the cause is in the last one's first line
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        raise UserError(f"could not load data {source!r}: {reason} (a local folder or file: --data PATH)") from error
+    return [dict(row) for row in loaded]
+
+
+def read_rows(rows: list[dict], read: Callable[[dict], dict], source: str) -> list[dict]:
+    """Raw rows -> task rows; a row that lacks what the task needs is an error that names it."""
+    result = []
+    for number, row in enumerate(rows, 1):
+        try:
+            result.append(read(row))
+        except KeyError as error:
+            raise UserError(f"{source}: row {number} has no field {error} (it has: {', '.join(row)})") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{source}: row {number}: {error}") from None
+    return result
+
+
+def load_rows(read: Callable, usual: tuple[str, str], data: str | None, eval_data: str | None, eval_size: int,
+              report: Callable[[str], None]) -> tuple[list[dict], list[dict]]:
+    """(training rows, evaluation rows). usual: the data sets to load where the user names none.
+
+    A folder or data set serves both with its train and test splits. Of training data without a test split the last min(eval_size, 20 %) rows
+    are held out. Data that has only a test split is never trained on.
+    """
+    source = data or usual[0]
+    train = load_split(source, "train")
+    if train is None:
+        raise UserError(f"{source} holds test data only, which is never trained on: give training data with --data, and this with --eval-data")
+    train = read_rows(train, read, source)
+    eval_source = eval_data or (usual[1] if data is None else source)
+    test = load_split(eval_source, "test")
+    if test is None and eval_data:
+        test = load_split(eval_source, "train")  # a single file given for evaluation is evaluation data, whatever its name
+    if test is None:
+        held_out = min(eval_size, len(train) // 5)
+        train, test = train[:len(train) - held_out], train[len(train) - held_out:]
+        report(f"{eval_source} has no test split: its last {held_out} rows are held out for evaluation")
+    else:
+        test = read_rows(test, read, eval_source)
+    if not train or not test:
+        raise UserError(f"{source}: {len(train)} rows to train on and {len(test)} to evaluate on; at least one of each is needed")
+    return train, test
+
+
+# --------------------------------------------------------------------------------------------------------------- single-turn tasks
+
+@dataclass
+class SingleTurn:
+    """A task of one question and one answer. Rows hold "prompt" and whatever `judge` needs."""
+    name: str
+    check: str
+    train: list[dict]
+    test: list[dict]
+    judge: Callable[[str, dict], bool | None]   # (response, row) -> verdict, None where the judge itself failed
+    digest: Callable[[str], str]                # response -> what it did, without its wording
+    answered: Callable[[str], bool]             # response -> does it give an answer in a form that can be judged?
+
+    def ask(self, row: dict) -> str:
+        return row["prompt"]
+
+    def start(self, rows: list[dict]) -> list[Episode]:
+        return [Episode(row, self.ask(row)) for row in rows]
+
+    def step(self, episodes: list[Episode], responses: list[str], finished: list[bool]) -> list[None]:
+        """Judge all responses side by side. A response cut at the token limit has reward 0, whatever it says."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            verdicts = list(pool.map(lambda response, episode, done: self.judge(response, episode.row) if done else False,
+                                     responses, episodes, finished))
+        for episode, response, verdict, done in zip(episodes, responses, verdicts, finished):
+            episode.responses.append(response)
+            episode.truncated = not done
+            episode.judge_failed = verdict is None
+            episode.reward = float(verdict is True)
+        return [None] * len(episodes)
+
+    def happened(self, episode: Episode, mode: str) -> str:
+        return self.digest(episode.responses[0]) if mode == "digest" else episode.responses[0]
+
+    def well_formed(self, episode: Episode) -> bool:
+        return self.answered(episode.responses[0])
+
+    def close(self) -> None:
+        verifiers.close()
+
+
+EQUATION = re.compile(r"[\d$(][\d\s.,$%+\-*/×÷x()]{0,80}[\d)%]\s*=\s*-?\$?\d[\d.,]*")
+
+
+def calculation_digest(response: str, answer: str | None) -> str:
+    """The calculations and the final answer of a worked solution.
+
+    >>> print(calculation_digest("We have 2 + 3 = 5, and so 5*4=20 in all.", "20"))
+    Calculations: 2 + 3 = 5; 5*4=20.
+    Final answer: 20
+    """
+    found = [" ".join(match.group().rstrip(".,").split()) for match in EQUATION.finditer(response)]
+    return f"Calculations: {'; '.join(found[:12]) or 'none'}.\nFinal answer: {answer if answer is not None else 'none'}"
+
+
+def gsm8k_digest(response: str) -> str:
+    return calculation_digest(response, verifiers.extract_gsm8k(response))
+
+
+def read_gsm8k(row: dict) -> dict:
+    """A GSM8K row -> prompt and gold. A question that says itself how to answer ("Answer with ...") is asked as it stands."""
+    question = row["question"].strip()
+    form = "" if "Answer with" in question else "\n\nReason step by step, and put the final number within \\boxed{}."
+    return dict(prompt=question + form, gold=verifiers.gold_gsm8k(row["answer"]))
+
+
+def read_math(row: dict) -> dict:
+    """A MATH row -> prompt and gold: field "answer" where there is one, else the last box of "solution"."""
+    gold = row["answer"] if row.get("answer") else verifiers.gold_math(row["solution"])
+    return dict(prompt=row["problem"].strip() + "\n\nReason step by step, and put the final answer within \\boxed{}.", gold=gold)
+
+
+def read_code(row: dict) -> dict:
+    """An MBPP or HumanEval row -> prompt and hidden tests. The prompt names the function and shows one example test."""
+    if "entry_point" in row:  # HumanEval: the signature with its docstring is the whole specification
+        text = f"Complete this Python function. Give the whole function in one ```python block.\n\n```python\n{row['prompt'].strip()}\n```"
+        return dict(prompt=text, tests=[f"{row['test']}\ncheck({row['entry_point']})"])
+    text = row["text"] if "text" in row else row["prompt"]  # MBPP's sanitised version calls it prompt
+    called = [node.func.id for node in ast.walk(ast.parse(row["test_list"][0])) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    defined = [node.name for node in ast.parse(row["code"]).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    name = next((name for name in called if name in defined), None)
+    if name is None:
+        raise ValueError("its first test calls no function that its reference code defines")
+    setup = [row["test_setup_code"]] if row.get("test_setup_code") else []
+    prompt = (f"{text.strip()}\nThe function is called `{name}`. For example, it must pass this test:\n\n{row['test_list'][0]}\n\n"
+              "Give the whole program in one ```python block.")
+    return dict(prompt=prompt, tests=setup + row["test_list"])
+
+
+def gsm8k(train, test) -> SingleTurn:
+    return SingleTurn("gsm8k", ANSWER_CHECKED, train, test, lambda text, row: verifiers.verify_gsm8k(text, row["gold"]), gsm8k_digest,
+                      lambda text: verifiers.extract_gsm8k(text) is not None)
+
+
+def math(train, test) -> SingleTurn:
+    return SingleTurn("math", ANSWER_CHECKED, train, test, lambda text, row: verifiers.verify_math(text, row["gold"]),
+                      lambda text: calculation_digest(text, verifiers.extract_math(text)), lambda text: verifiers.extract_math(text) is not None)
+
+
+def code(train, test) -> SingleTurn:
+    return SingleTurn("code", TESTS_RUN, train, test, lambda text, row: verifiers.verify_code(text, row["tests"]), verifiers.extract_code,
+                      lambda text: bool(verifiers.extract_code(text).strip()))
+
+
+# ----------------------------------------------------------------------------------------------------------------- built-in: sums
+
+PLACES = ("Ones", "Tens", "Hundreds", "Thousands", "Ten-thousands", "Hundred-thousands", "Millions", "Ten-millions")
+SUM_LINKS, SUM_VERBS, SUM_JOINTS = ("so", "thus", "hence", "then"), ("write", "note", "put"), ("and", "with", "while")
+
+
+@dataclass
+class Sums(SingleTurn):
+    """Column addition in words: free wording, and one kind of decision that settles the outcome, whether a carry is taken."""
+    def demonstration(self, rng: random.Random, view: str, hindsight_prompt: Callable) -> list[tuple[str, str]]:
+        """One (user message, response) of the warm-up for `view`: "causal", "null", "attempt", "digest" or "outcome".
+
+        The habit drops the carry more often than not. The hindsight targets know the attempt and its verdict, never the gold answer: after
+        CORRECT every decision of the attempt is kept, after INCORRECT one of them, chosen at random, is changed, always in fresh wording.
+        Under "outcome" nothing but the verdict is known, so the target is what the habit does in attempts of that verdict.
+        """
+        row = rng.choice(self.train)
+        habit = lambda column: rng.random() > DROP_CARRY
+        if view == "causal":
+            return [(row["prompt"], write_sum(row, habit, rng)[0])]
+        attempt, taken = write_sum(row, lambda column: rng.random() > 0.5, rng)  # even odds: both verdicts are seen about as often
+        success = verifiers.verify_gsm8k(attempt, row["gold"])
+        happened = gsm8k_digest(attempt) if view == "digest" else attempt
+        message = hindsight_prompt(row["prompt"], happened, success, self.check, view)
+        if view == "null":
+            return [(message, write_sum(row, habit, rng)[0])]
+        changed = rng.choice(list(taken)) if view != "outcome" and not success else None
+        decide = lambda column: (taken[column] != (column == changed)) if column in taken else habit(column)
+        return [(message, write_sum(row, decide, rng)[0])]
+
+
+DROP_CARRY = 0.6
+
+
+def ask_sum(a: int, b: int, columns: int) -> str:
+    """The question, with its columns laid out: finding the digits is not what the task is about."""
+    laid_out = "\n".join(f"{PLACES[column]}: {a // 10 ** column % 10}+{b // 10 ** column % 10}" for column in range(columns))
+    return f"What is {a}+{b}?\n{laid_out}\nAdd column by column. Put the answer after ####."
+
+
+def write_sum(row: dict, decide: Callable[[int], bool], rng: random.Random) -> tuple[str, dict[int, bool]]:
+    """A worked addition and its decisions {column: carry taken}; `decide(column)` is asked wherever there is a carry to take.
+
+    >>> print(write_sum(dict(a=47, b=85, columns=2), lambda column: True, random.Random(0))[0])
+    Ones: 7+5+0=12, then note 2 and carry 1.
+    Tens: 4+8+1=13, hence put 13.
+    #### 132
+    """
+    lines, written, decisions, carry = [], "", {}, 0
+    for column in range(row["columns"]):
+        x, y = row["a"] // 10 ** column % 10, row["b"] // 10 ** column % 10
+        total = x + y + carry
+        start = f"{PLACES[column]}: {x}+{y}+{carry}={total}, {rng.choice(SUM_LINKS)} {rng.choice(SUM_VERBS)}"
+        if column == row["columns"] - 1:
+            lines.append(f"{start} {total}.")
+            written = f"{total}{written}"
+        else:
+            carry = 0
+            if total >= 10:
+                decisions[column] = decide(column)
+                carry = int(decisions[column])
+            lines.append(f"{start} {total % 10} {rng.choice(SUM_JOINTS)} carry {carry}.")
+            written = f"{total % 10}{written}"
+    return "\n".join(lines) + f"\n#### {written}", decisions
+
+
+def sums(columns: int, seed: int, n_train: int = 4000, n_test: int = 500) -> Sums:
+    """Random additions of two numbers with `columns` digits, all different: four fifths or more to train on, the rest held out."""
+    rng = random.Random(f"sums-{seed}")
+    low, count = 10 ** (columns - 1), 9 * 10 ** (columns - 1)  # no leading zeros
+    pairs = [divmod(number, count) for number in rng.sample(range(count * count), min(n_train + n_test, count * count))]
+    rows = [dict(prompt=ask_sum(low + x, low + y, columns), gold=str(2 * low + x + y), a=low + x, b=low + y, columns=columns) for x, y in pairs]
+    split = len(rows) - min(n_test, len(rows) // 5)
+    return Sums("sums", ANSWER_CHECKED, rows[:split], rows[split:], lambda text, row: verifiers.verify_gsm8k(text, row["gold"]), gsm8k_digest,
+                lambda text: verifiers.extract_gsm8k(text) is not None)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the chat template
+
+def render(tokenizer, messages: list[dict], thinking: bool) -> str:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking)
+
+
+def strip_special(tokenizer, text: str) -> str:
+    """`text` without the tokenizer's special tokens, spelled out or real: quoted in a message they would end it.
+
+    Repeated until nothing is left to strip, since taking one out can put another together.
+    """
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    while any(token in text for token in special):
+        for token in special:
+            text = text.replace(token, "")
+    return text
+
+
+def prompt_ids(tokenizer, message: str, thinking: bool) -> list[int]:
+    """Ids of a first user message up to where the answer begins. Both views and the evaluation come through here, with the same flag."""
+    text = render(tokenizer, [dict(role="user", content=message)], thinking)
+    return tokenizer(text, add_special_tokens=False).input_ids  # the template has written its BOS: adding special tokens doubles it
+
+
+def bridge_ids(tokenizer, message: str, thinking: bool, last_id: int) -> list[int]:
+    """Ids between the end of a sampled turn, whose last id is `last_id`, and the next answer: end of turn, user message, generation prompt.
+
+    Taken from a dummy conversation. Re-rendering the real one would change ids that were already sampled: Qwen3's template, for one, drops
+    the thinking part, even an empty one, of earlier turns.
+    """
+    marker = "@@"
+    text = render(tokenizer, [dict(role="user", content="?"), dict(role="assistant", content=marker), dict(role="user", content=message)], thinking)
+    ids = tokenizer(text.split(marker, 1)[1], add_special_tokens=False).input_ids
+    return ids[1:] if ids[0] == last_id else ids  # the sampled EOS is not repeated; a turn that was cut gets its end of turn here
+
+
+# ----------------------------------------------------------------------------------------------- the built-in policy and its warm-up
+
+VIEWS = ("causal",) * 4 + ("attempt", "digest", "outcome") * 2 + ("null",)  # their shares of the warm-up
+CHAT_TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+                 "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def tiny_tokenizer(texts: list[str]):
+    """A byte-level BPE of some hundred tokens, trained on the task's own text, digits apart, with a chat template like Qwen3's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, special_tokens=["<pad>", "<|im_start|>", "<|im_end|>"],
+                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE)
+
+
+def demonstration_ids(tokenizer, turns: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
+    """A scripted conversation as ids and labels (-100 where the policy does not write), built the way rollouts are."""
+    ids = prompt_ids(tokenizer, turns[0][0], False)
+    labels = [-100] * len(ids)
+    for number, (message, response) in enumerate(turns):
+        if number > 0:
+            bridge = bridge_ids(tokenizer, message, False, ids[-1])
+            ids, labels = ids + bridge, labels + [-100] * len(bridge)
+        written = tokenizer(response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+        ids, labels = ids + written, labels + written
+    return ids, labels
+
+
+def tiny_policy(task, hindsight_prompt: Callable, steps: int = 300, batch: int = 33, progress: Callable = lambda steps: range(steps)):
+    """(model, tokenizer): a two-layer Qwen3 after a short supervised warm-up that gives it the task's wording, a bad habit, and the reading
+    of hindsight prompts. Always from the same seed, so that every run and every algorithm of a task starts from the same policy."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    rng = random.Random("warm-up")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        demonstrate = lambda view: task.demonstration(rng, view, hindsight_prompt)
+        tokenizer = tiny_tokenizer([text for view in VIEWS * 50 for turn in demonstrate(view) for text in turn] + ["user\n", "assistant\n"])
+        model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.08, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id))
+        model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps, pct_start=0.1)
+        for step in progress(steps):
+            examples = [demonstration_ids(tokenizer, demonstrate(VIEWS[number % len(VIEWS)])) for number in range(batch)]
+            examples.sort(key=lambda example: len(example[0]))
+            for part in examples[:batch // 2], examples[batch // 2:]:  # short views apart from long ones: less padding
+                width = max(len(ids) for ids, _ in part)
+                inputs = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in part])
+                labels = torch.tensor([marks + [-100] * (width - len(marks)) for _, marks in part])
+                model(input_ids=inputs, labels=labels).loss.backward()  # causal attention: padding on the right is never seen
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return model.eval(), tokenizer

@@ -1,0 +1,826 @@
+"""Train a language model with verifiable rewards from a single rollout per prompt (HP-RLVR), or with its controls.
+
+    python train.py                                              the built-in task and policy: no GPU, no network, a few minutes
+    python train.py --model Qwen/Qwen3-1.7B --task gsm8k         one GPU
+
+Read `train` at the bottom of this file first: one step is sample, verify, baseline, hindsight view, credit, advantage, loss, optimiser step,
+in that order. The mathematics is in hp_rlvr.py, the tasks are in envs.py, what counts as right is in verifiers.py.
+
+The algorithms differ in one function each (`advantages`): hp_rlvr weighs R - b by the divergence of the two views, surprisal by what that
+divergence would be if the hindsight view copied, reinforce by 1; grpo takes the z-score within a group of rollouts of one prompt.
+"""
+import argparse
+import html
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import envs
+from envs import Episode, UserError
+from hp_rlvr import (EMABaseline, Rollout, compare_views, grpo, hindsight_prompt, homogeneous_groups, hp_rlvr, log_law, pearson, policy_loss, reinforce,
+                     scale_credit, surprisal_credit, token_credit, token_log_probs, top_share, view_hidden)
+
+# -------------------------------------------------------------------------------------------------------------------------------- flags
+
+TASK_DEFAULTS = {  # lr, steps, prompts per step, new tokens (per turn), evaluation rows, steps between evaluations
+    "sums": dict(lr=3e-4, steps=100, prompts_per_step=32, max_new_tokens=None, eval_size=200, eval_every=50),
+    "gsm8k": dict(lr=1e-6, steps=100, prompts_per_step=64, max_new_tokens=512, eval_size=256, eval_every=25),
+    "math": dict(lr=1e-6, steps=100, prompts_per_step=64, max_new_tokens=1024, eval_size=256, eval_every=25),
+    "code": dict(lr=1e-6, steps=100, prompts_per_step=64, max_new_tokens=512, eval_size=128, eval_every=25),
+}
+RESUME_MAY_CHANGE = {"steps", "eval_every", "save_every", "device", "tokens_per_microbatch"}  # everything else would change the run itself
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Hindsight-Privileged RLVR: token credit from a single rollout. Without flags: the built-in task.",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = lambda message: (_ for _ in ()).throw(UserError(message))
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--model", help="a Hugging Face id or folder, or `tiny`, the built-in policy (default: tiny)")
+    what.add_argument("--task", choices=list(TASK_DEFAULTS), help="(default: sums)")
+    what.add_argument("--data", help="training data: a folder with train/test files, one file, or a data-set id (default: the task's usual one)")
+    what.add_argument("--eval-data", help="evaluation data, likewise (default: the test split of --data)")
+    what.add_argument("--columns", type=int, help="sums: digits of each number; more are harder (default: 3)")
+    what.add_argument("--thinking", action="store_true", default=None, help="turn the chat template's thinking mode on (default: off)")
+    how = parser.add_argument_group("the algorithm")
+    how.add_argument("--algo", choices=["hp_rlvr", "grpo", "reinforce", "surprisal"], help="(default: hp_rlvr)")
+    how.add_argument("--hindsight", choices=["attempt", "digest", "outcome"], help="what the hindsight view is shown (default: attempt)")
+    how.add_argument("--credit-scale", choices=["raw", "batch", "mixed"], help="token weights from credit (default: raw)")
+    how.add_argument("--baseline-decay", type=float, help="decay of the moving average of rewards (default: 0.9)")
+    how.add_argument("--group-size", type=int, help="rollouts per prompt (default: 8 for grpo, else 1)")
+    how.add_argument("--mask-truncated", action="store_true", default=None, help="leave truncated responses out of the loss (biased towards rambling)")
+    steps = parser.add_argument_group("size and speed (defaults depend on the task; those of gsm8k are shown)")
+    steps.add_argument("--steps", type=int, help="optimiser steps (100)")
+    steps.add_argument("--prompts-per-step", type=int, help="prompts sampled for each step (64)")
+    steps.add_argument("--max-new-tokens", type=int, help="longest response, or longest turn in a multi-turn task (512)")
+    steps.add_argument("--max-context", type=int, help="longest prompt with its response; longer prompts are dropped (half the model's positions)")
+    steps.add_argument("--temperature", type=float, help="of sampling, scoring and loss alike (default: 1)")
+    steps.add_argument("--lr", type=float, help="learning rate, constant (1e-6)")
+    steps.add_argument("--tokens-per-microbatch", type=int, help="padded tokens in one forward pass; less needs less memory (default: 16384)")
+    steps.add_argument("--dtype", choices=["fp32", "bf16"], help="of the forward pass; weights stay fp32 (default: bf16 on a GPU, else fp32)")
+    steps.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--seed", type=int, help="(default: 0)")
+    run.add_argument("--eval-every", type=int, help="steps between evaluations; 0: only before and after (25)")
+    run.add_argument("--eval-size", type=int, help="rows of the test split in each evaluation (256)")
+    run.add_argument("--save-every", type=int, help="steps between checkpoints; 0: only at the end (default: 25)")
+    run.add_argument("--out", help="folder of the run (default: runs/<task>-<algo>-<time>)")
+    run.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its checkpoint")
+    args = parser.parse_args(argv)
+    if args.resume:
+        args = resume_args(args)
+    complete_args(args)
+    return args
+
+
+def resume_args(given: argparse.Namespace) -> argparse.Namespace:
+    """The flags of the run in --resume; flags given beside it may only change what does not change the run."""
+    try:
+        flags = json.loads(Path(given.resume, "config.json").read_text())["flags"]
+    except (OSError, ValueError, KeyError):
+        raise UserError(f"--resume {given.resume}: no run there (config.json is missing or broken)") from None
+    for name, value in vars(given).items():
+        if name == "resume" or value is None or flags.get(name) == value:
+            continue
+        if name not in RESUME_MAY_CHANGE:
+            raise UserError(f"--resume: --{name.replace('_', '-')} was {flags.get(name)!r} in this run and cannot become {value!r}; "
+                            f"only {', '.join(sorted(RESUME_MAY_CHANGE))} may change")
+        flags[name] = value
+    return argparse.Namespace(**flags | dict(resume=given.resume, out=given.resume))
+
+
+def complete_args(args: argparse.Namespace) -> None:
+    """Fill in the defaults and refuse values that cannot work."""
+    def default(name, value):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name, value in dict(model="tiny", task="sums", columns=3, thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="raw",
+                            baseline_decay=0.9, mask_truncated=False, temperature=1.0, tokens_per_microbatch=16384, seed=0, save_every=25,
+                            device="cuda" if torch.cuda.is_available() else "cpu").items():
+        default(name, value)
+    default("group_size", 8 if args.algo == "grpo" else 1)
+    default("dtype", "bf16" if args.device.startswith("cuda") else "fp32")
+    for name, value in TASK_DEFAULTS[args.task].items():
+        default(name, value)
+    if args.task == "sums":
+        default("max_new_tokens", 26 * args.columns + 16)
+    default("out", f"runs/{args.task}-{args.algo}-{time.strftime('%Y%m%d-%H%M%S')}")
+    for name in ("steps", "prompts_per_step", "max_new_tokens", "group_size", "eval_size", "tokens_per_microbatch", "columns"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for name in ("eval_every", "save_every"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative")
+    for name in ("temperature", "lr"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise UserError(f"--{name} must be a positive number, not {getattr(args, name):g}" +
+                            (" (greedy sampling has no law to learn from; evaluations include a greedy one)" if name == "temperature" else ""))
+    if not 0 <= args.baseline_decay < 1:
+        raise UserError(f"--baseline-decay must lie in [0, 1), not {args.baseline_decay:g}")
+    if args.columns > len(envs.PLACES):
+        raise UserError(f"--columns must be at most {len(envs.PLACES)}")
+    if args.algo == "grpo" and args.group_size < 2:
+        raise UserError("--algo grpo compares rollouts of one prompt: --group-size must be at least 2")
+    if args.model == "tiny" and args.task != "sums":
+        raise UserError(f"the built-in policy knows only sums; for --task {args.task} name a model, e.g. --model Qwen/Qwen3-1.7B")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------- task and policy
+
+def make_task(args: argparse.Namespace):
+    if args.task == "sums":
+        return envs.sums(args.columns, args.seed)
+    if args.task == "math":
+        envs.verifiers.require_math_verify()
+    read, usual, build = {
+        "gsm8k": (envs.read_gsm8k, ("openai/gsm8k:main", "openai/gsm8k:main"), envs.gsm8k),
+        "math": (envs.read_math, ("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), envs.math),
+        "code": (envs.read_code, ("google-research-datasets/mbpp:full", "google-research-datasets/mbpp:full"), envs.code),
+    }[args.task]
+    return build(*envs.load_rows(read, usual, args.data, args.eval_data, args.eval_size, print))
+
+
+@dataclass
+class Policy:
+    """A model with what sampling and scoring need to know about it."""
+    model: torch.nn.Module
+    tokenizer: object
+    eos_ids: set[int]          # Qwen3 has two
+    autocast_dtype: torch.dtype
+
+    @property
+    def device(self):
+        return self.model.device
+
+    @property
+    def lm_head(self):
+        return self.model.get_output_embeddings()
+
+    def autocast(self):
+        """fp32 weights, bf16 arithmetic. A step of learning rate 1e-6 is below half a bf16 ulp of most weights: stored in bf16 they never move."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype == torch.bfloat16)
+
+
+def load_policy(args: argparse.Namespace, task, out: Path) -> Policy:
+    """The policy in eval mode, fp32 weights, without dropout, checkpointing its activations when it trains."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    source = args.model
+    if source == "tiny":
+        source = str(out / "tiny")
+        if not (out / "tiny").exists():
+            bar = lambda steps: tqdm(range(steps), desc="warm-up", unit="step", mininterval=1)
+            model, tokenizer = envs.tiny_policy(task, hindsight_prompt, progress=bar)
+            model.save_pretrained(source)
+            tokenizer.save_pretrained(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+        for name in vars(config):
+            if "dropout" in name or name.endswith("_pdrop"):
+                setattr(config, name, 0.0)  # dropout in the loss would score another law than the one that was sampled
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32).to(args.device)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--model {source}: could not be loaded: {str(error).strip().splitlines()[0]}") from error
+    if not tokenizer.chat_template:
+        raise UserError(f"--model {source}: its tokenizer has no chat template; use an instruct model")
+    eos = model.generation_config.eos_token_id
+    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    if not eos_ids:
+        raise UserError(f"--model {source}: neither its tokenizer nor its generation config names an EOS token")
+    if model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    policy = Policy(model.eval(), tokenizer, eos_ids, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    positions = getattr(config, "max_position_embeddings", None) or 1 << 20
+    if args.max_context is None:
+        args.max_context = positions // 2 - 64
+    if args.max_context > positions:
+        raise UserError(f"--max-context {args.max_context}: this model has {positions} positions")
+    check_lm_head(policy)
+    return policy
+
+
+@torch.no_grad()
+def check_lm_head(policy: Policy) -> None:
+    """Scoring applies the LM head to hidden states a chunk at a time: refuse models that do more to their logits than that (soft caps, scales)."""
+    ids = policy.tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids
+    theirs = policy.model(torch.tensor([ids], device=policy.device)).logits[0, -1]
+    ours = policy.lm_head(view_hidden(policy.model, [ids], [[0]])[0, 0])
+    if not torch.allclose(ours.log_softmax(-1), theirs.log_softmax(-1), atol=1e-3):
+        raise UserError(f"{type(policy.model).__name__} changes its logits after the LM head (a soft cap or a scale), which this program does not score")
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- rollout
+
+@torch.no_grad()
+def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temperature: float, generator: torch.Generator) -> list[list[int]]:
+    """One response to each prompt, as ids, the EOS included: exactly softmax(logits / temperature), greedy at temperature 0.
+
+    A loop of our own instead of `generate`, which takes top_k, top_p, min_p, temperature and penalties from the checkpoint's generation
+    config, so that the law that is sampled is not the law that is scored. Sequences that are finished leave the batch and its cache.
+    """
+    from transformers import DynamicCache
+    model, device = policy.model, policy.device
+    was_training = model.training
+    model.eval()
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    responses: list[list[int]] = [[] for _ in prompts]
+    alive = list(range(len(prompts)))
+    with policy.autocast():
+        for _ in range(max_new_tokens):
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+                           logits_to_keep=1).logits[:, -1].float()
+            if temperature == 0:
+                chosen = logits.argmax(-1)
+            else:
+                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(1)
+            going = []
+            for place, (row, token) in enumerate(zip(alive, chosen.tolist())):
+                responses[row].append(token)
+                if token not in policy.eos_ids:
+                    going.append(place)
+            if not going:
+                break
+            ids, positions, mask = chosen[:, None], positions[:, -1:] + 1, torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+            if len(going) < len(alive):
+                keep = torch.tensor(going, device=device)
+                cache.batch_select_indices(keep)
+                ids, positions, mask = ids[keep], positions[keep], mask[keep]
+                alive = [alive[place] for place in going]
+    model.train(was_training)
+    return responses
+
+
+@dataclass
+class Played:
+    """What was sampled in one episode, as ids."""
+    episode: Episode
+    prefix: list[int]
+    tokens: list[int]
+    action_mask: list[int]
+
+
+def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, temperature: float, generator: torch.Generator, clock) -> list[Played]:
+    """Play one episode on each row, all side by side: one batched generation per turn over the episodes still alive."""
+    tokenizer = policy.tokenizer
+    played = [Played(episode, envs.prompt_ids(tokenizer, episode.prompt, args.thinking), [], []) for episode in task.start(rows)]
+    alive = played
+    while alive:
+        with clock("rollout"):
+            sampled = sample(policy, [one.prefix + one.tokens for one in alive], args.max_new_tokens, temperature, generator)
+        for one, ids in zip(alive, sampled):
+            one.tokens += ids
+            one.action_mask += [1] * len(ids)
+        finished = [ids[-1] in policy.eos_ids for ids in sampled]
+        texts = [tokenizer.decode(ids[:-1] if done else ids, skip_special_tokens=True) for ids, done in zip(sampled, finished)]
+        with clock("verify"):
+            messages = task.step([one.episode for one in alive], texts, finished)
+        going = []
+        for one, message in zip(alive, messages):
+            if message is None:
+                continue
+            bridge = envs.bridge_ids(tokenizer, message, args.thinking, one.tokens[-1])
+            if len(one.prefix) + len(one.tokens) + len(bridge) + args.max_new_tokens > args.max_context:
+                one.episode.ended = "context"  # lost, counted, and trained like any other failure
+                continue
+            one.tokens += bridge
+            one.action_mask += [0] * len(bridge)
+            going.append(one)
+        alive = going
+    return played
+
+
+def hindsight_ids(policy: Policy, task, one: Played, mode: str, success: bool, args: argparse.Namespace) -> list[int]:
+    """Prefix of the hindsight view: the causal one's user message with what happened and the verdict."""
+    happened = envs.strip_special(policy.tokenizer, task.happened(one.episode, mode))
+    message = hindsight_prompt(one.episode.prompt, happened, success, task.check, mode)
+    return envs.prompt_ids(policy.tokenizer, message, args.thinking)
+
+
+# ------------------------------------------------------------------------------------------------------------------- credit and update
+
+def microbatches(rollouts: list[Rollout], budget: int) -> list[list[int]]:
+    """Indices of the rollouts, sorted by length and packed so that rows x (longest prefix + longest response) stays within `budget` tokens.
+
+    A long rollout may stand alone above the budget. Sorting keeps padding small: a batch by count pays for its longest member in every row.
+    """
+    size = lambda index: max(len(rollouts[index].causal_prefix), len(rollouts[index].hindsight_prefix)) + len(rollouts[index].tokens)
+    batches, prefix, response = [[]], 0, 0
+    for index in sorted(range(len(rollouts)), key=size):
+        rollout = rollouts[index]
+        prefix = max(prefix, len(rollout.causal_prefix), len(rollout.hindsight_prefix))
+        response = max(response, len(rollout.tokens))
+        if batches[-1] and (len(batches[-1]) + 1) * (prefix + response) > budget:
+            batches.append([])
+            prefix, response = max(len(rollout.causal_prefix), len(rollout.hindsight_prefix)), len(rollout.tokens)
+        batches[-1].append(index)
+    return [batch for batch in batches if batch]
+
+
+def pad(rows: list[list], device, dtype=torch.float32) -> torch.Tensor:
+    """[N, T], zeros on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], dtype=dtype, device=device)
+
+
+def views(policy: Policy, rollouts: list[Rollout]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    return [r.causal_prefix for r in rollouts], [r.hindsight_prefix for r in rollouts], [r.tokens for r in rollouts]
+
+
+@torch.no_grad()
+def score(policy: Policy, rollouts: list[Rollout], batches: list[list[int]], mask: torch.Tensor, args: argparse.Namespace):
+    """Credit pass over all micro-batches, before the loss: (credit, P(y), Q(y)), each [N, T]; surprisal needs no hindsight view: Q is None.
+
+    A pass of its own, since the scales `batch` and `mixed` need the credit of the whole batch before the first loss.
+    """
+    credit, prob = torch.zeros_like(mask), torch.zeros_like(mask)
+    copied = torch.zeros_like(mask) if args.algo == "hp_rlvr" else None
+    for batch in batches:
+        causal, hindsight, responses = views(policy, [rollouts[i] for i in batch])
+        tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
+        part = mask[batch, :width]
+        with policy.autocast():
+            hidden = view_hidden(policy.model, causal, responses)
+            if copied is None:
+                prob[batch, :width] = token_log_probs(hidden, policy.lm_head, tokens, part, args.temperature)[0].exp() * part
+                credit[batch, :width] = surprisal_credit(prob[batch, :width]) * part
+            else:
+                knowing = view_hidden(policy.model, hindsight, responses)
+                credit[batch, :width], prob[batch, :width], copied[batch, :width] = compare_views(
+                    hidden, knowing, policy.lm_head, tokens, part, args.temperature)
+    return credit, prob, copied
+
+
+def advantages(algo: str, weight: torch.Tensor | None, mask: torch.Tensor, reward: torch.Tensor, baseline: float, group: torch.Tensor) -> torch.Tensor:
+    """Per-token advantages [N, T]: the one place where the algorithms differ."""
+    if algo in ("hp_rlvr", "surprisal"):
+        return hp_rlvr(weight, reward, baseline)
+    if algo == "reinforce":
+        return reinforce(mask, reward, baseline)
+    return grpo(mask, reward, group)
+
+
+def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[list[int]], advantage: torch.Tensor, mask: torch.Tensor,
+           args: argparse.Namespace) -> dict:
+    """One optimiser step over all micro-batches; a non-finite loss or gradient takes none. Returns grad_norm, prob_mean, entropy, skipped."""
+    policy.model.train()  # only for activation checkpointing: there is no dropout
+    normaliser, log_prob, entropy, total = mask.sum().item(), torch.zeros_like(mask), 0.0, 0.0
+    for batch in batches:
+        causal, _, responses = views(policy, [rollouts[i] for i in batch])
+        tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
+        part = mask[batch, :width]
+        with policy.autocast():
+            hidden = view_hidden(policy.model, causal, responses)
+            logp, uncertainty = token_log_probs(hidden, policy.lm_head, tokens, part, args.temperature)
+        loss = policy_loss(logp, advantage[batch, :width], part, normaliser)
+        loss.backward()
+        total += loss.item()
+        log_prob[batch, :width] = logp.detach()
+        entropy += uncertainty.sum().item() / normaliser
+    policy.model.eval()
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
+    skipped = not (torch.isfinite(torch.tensor(total)) and torch.isfinite(torch.tensor(norm)))
+    if not skipped:
+        optimizer.step()  # also with a zero gradient: the momentum of earlier steps goes on, as in any AdamW loop
+    optimizer.zero_grad(set_to_none=True)
+    return dict(grad_norm=norm, prob_mean=(log_prob.exp() * mask).sum().item() / normaliser, entropy=entropy, skipped=skipped)
+
+
+# -------------------------------------------------------------------------------------------------------------------------- evaluation
+
+def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -> tuple[dict, list[Played]]:
+    """Greedy and sampled accuracy on `rows`, and what the hindsight view makes of the sampled rollouts. Never touches the run's own RNG."""
+    generator = torch.Generator(policy.device).manual_seed(args.seed)
+    clock = Clock()
+    greedy = play(policy, task, rows, args, 0.0, generator, clock)
+    sampled = play(policy, task, rows, args, args.temperature, generator, clock)
+    mean = lambda values: sum(values) / len(values)
+    metrics = dict(eval_accuracy=mean([one.episode.reward for one in greedy]), eval_accuracy_sampled=mean([one.episode.reward for one in sampled]),
+                   eval_format=mean([float(task.well_formed(one.episode)) for one in sampled]), flip=None, credit_floor=None)
+    if args.algo == "hp_rlvr":
+        metrics |= verdict_diagnostics(policy, task, sampled[:64], args)
+    return metrics, sampled
+
+
+@torch.no_grad()
+def verdict_diagnostics(policy: Policy, task, sampled: list[Played], args: argparse.Namespace) -> dict:
+    """flip: mean JSD(Q | true verdict, Q | flipped verdict). credit_floor: mean credit under a hindsight text that says nothing."""
+    flip = floor = count = 0.0
+    for one in sampled:
+        success = one.episode.reward == 1
+        prefixes = [one.prefix, *(hindsight_ids(policy, task, one, mode, verdict, args)
+                                  for mode, verdict in ((args.hindsight, success), (args.hindsight, not success), ("null", success)))]
+        mask = torch.tensor([one.action_mask], device=policy.device)
+        with policy.autocast():
+            causal, true, flipped, null = view_hidden(policy.model, prefixes, [one.tokens] * 4).unsqueeze(1)
+            flip += token_credit(true, flipped, policy.lm_head, mask, args.temperature).sum().item()
+            floor += token_credit(causal, null, policy.lm_head, mask, args.temperature).sum().item()
+        count += mask.sum().item()
+    return dict(flip=flip / count, credit_floor=floor / count)
+
+
+def make_rollouts(policy: Policy, task, played: list[Played], groups: list[int], args: argparse.Namespace) -> list[Rollout]:
+    return [Rollout(one.prefix, hindsight_ids(policy, task, one, args.hindsight, one.episode.reward == 1, args) if args.algo == "hp_rlvr" else [],
+                    one.tokens, one.action_mask, one.episode.reward, one.episode.truncated, group)
+            for one, group in zip(played, groups)]
+
+
+# --------------------------------------------------------------------------------------------------- looking at rollouts with credit
+
+@torch.no_grad()
+def inspect(policy: Policy, task, played: list[Played], baseline: float, args: argparse.Namespace) -> list[dict]:
+    """Per-token text, weight (signed by the advantage), and top-3 of both views, of up to four right and four wrong rollouts."""
+    right = [one for one in played if one.episode.reward == 1][:4]
+    wrong = [one for one in played if one.episode.reward == 0][:4]
+    chosen = right + wrong
+    rollouts = make_rollouts(policy, task, chosen, list(range(len(chosen))), args)
+    shown = []
+    for one, rollout in zip(chosen, rollouts):
+        mask = torch.tensor([rollout.action_mask], dtype=torch.float32, device=policy.device)
+        credit, _, _ = score(policy, [rollout], [[0]], mask, args) if args.algo in ("hp_rlvr", "surprisal") else (mask, None, None)
+        tops = []
+        for prefix in [rollout.causal_prefix] + [rollout.hindsight_prefix] * (args.algo == "hp_rlvr"):
+            with policy.autocast():
+                hidden = view_hidden(policy.model, [prefix], [rollout.tokens])[0]
+                best = [log_law(part, policy.lm_head, args.temperature).exp().topk(3) for part in hidden.split(128)]
+            tops.append([[(policy.tokenizer.decode([token]), value) for token, value in zip(tokens, values)]
+                         for top in best for tokens, values in zip(top.indices.tolist(), top.values.tolist())])
+        shown.append(dict(prompt=one.episode.prompt, reward=rollout.reward, advantage=rollout.reward - baseline, tops=tops,
+                          tokens=[policy.tokenizer.decode([token]) for token in rollout.tokens], credit=credit[0].tolist(), mask=rollout.action_mask))
+    return shown
+
+
+def write_credit_html(path: Path, shown: list[dict], title: str) -> None:
+    """One self-contained page: blue tokens were pushed up, red ones down, as deep as their credit; hover for both views' top three."""
+    parts = []
+    for one in shown:
+        spans = []
+        for index, (token, credit, generated) in enumerate(zip(one["tokens"], one["credit"], one["mask"])):
+            hover = [f"credit {credit:.3f}"]
+            for name, top in zip(("P, causal", "Q, hindsight"), one["tops"]):
+                hover.append(f"{name}: " + ", ".join(f"{text!r} {value:.3f}" for text, value in top[index]))
+            colour = f"rgba({'40,110,255' if one['advantage'] > 0 else '235,60,40'},{min(1.0, credit):.3f})"
+            style = f"background:{colour}" if generated else "opacity:.5"
+            spans.append(f'<span style="{style}" title="{html.escape(chr(10).join(hover), quote=True)}">{html.escape(token)}</span>')
+        verdict = "CORRECT" if one["reward"] == 1 else "INCORRECT"
+        parts.append(f"<h2>{verdict}, R - b = {one['advantage']:+.3f}</h2><pre class=prompt>{html.escape(one['prompt'])}</pre><pre>{''.join(spans)}</pre>")
+    style = ("body{font:15px/1.6 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
+             "pre{white-space:pre-wrap;font:14px/1.8 ui-monospace,monospace}.prompt{opacity:.65}h2{font-size:1rem}")
+    note = ("Each token is shaded by its credit: blue where the rollout was better than the baseline and the token is pushed up, red where it was "
+            "worse and the token is pushed down. Hover over a token for its credit and the three likeliest tokens of each view.")
+    write_atomically(path, f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{style}</style>"
+                           f"<h1>{html.escape(title)}</h1><p>{note}</p>{''.join(parts)}")
+
+
+def shade(one: dict, colour: bool) -> str:
+    """A rollout for the terminal: tokens on a background as deep as their credit, or, without colour, {+.31} after those above 0.05."""
+    pieces = []
+    for token, credit in zip(one["tokens"], one["credit"]):
+        if credit < 0.05:
+            pieces.append(token)
+        elif colour:
+            level = int(60 + 195 * min(1.0, credit))
+            red, blue = (0, level) if one["advantage"] > 0 else (level, 0)
+            pieces.append(f"\x1b[48;2;{red};30;{blue}m\x1b[97m{token}\x1b[0m")
+        else:
+            pieces.append(f"{token}{{{'+' if one['advantage'] > 0 else '-'}{credit:.2f}}}")
+    return "".join(pieces)
+
+
+# ------------------------------------------------------------------------------------------------------------------- files of the run
+
+class Clock:
+    """Seconds by phase, summed until taken."""
+    def __init__(self):
+        self.seconds = dict(rollout=0.0, verify=0.0, credit=0.0, update=0.0)
+
+    @contextmanager
+    def __call__(self, phase: str):
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # kernels run behind: without this their time is charged to whoever waits next
+        self.seconds[phase] += time.perf_counter() - start
+
+    def take(self) -> dict:
+        taken = {f"seconds_{phase}": round(seconds, 4) for phase, seconds in self.seconds.items()}
+        self.__init__()
+        return taken
+
+
+def write_atomically(path: Path, text: str) -> None:
+    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def save_checkpoint(out: Path, state: dict) -> bool:
+    """Write checkpoint/state.pt in one piece or not at all: a kill or a full disk in the middle leaves the last one as it was."""
+    folder = out / "checkpoint"
+    scratch = folder / "state.tmp"
+    try:
+        folder.mkdir(exist_ok=True)
+        with open(scratch, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, folder / "state.pt")
+        return True
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        scratch.unlink(missing_ok=True)
+        tqdm.write(f"could not save the checkpoint ({str(error).splitlines()[0]}); the last one stays as it was", file=sys.stderr)
+        return False
+
+
+def save_model(out: Path, policy: Policy) -> bool:
+    """model/: the policy in Hugging Face format, fp32 so that small steps are not rounded away."""
+    scratch = out / "model.tmp"
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        policy.model.save_pretrained(scratch)
+        policy.tokenizer.save_pretrained(scratch)
+        shutil.rmtree(out / "model", ignore_errors=True)
+        os.replace(scratch, out / "model")
+        return True
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        tqdm.write(f"could not save the model ({str(error).splitlines()[0]})", file=sys.stderr)
+        return False
+
+
+def open_run(args: argparse.Namespace) -> Path:
+    """Create the run's folder with config.json; a folder that already holds a run is never written into, unless it is resumed."""
+    import datasets, tokenizers, transformers
+    out = Path(args.out)
+    flags = {name: value for name, value in vars(args).items() if name != "resume"}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, tokenizers)} | dict(python=sys.version.split()[0])
+    try:
+        if not args.resume and out.exists() and any(out.iterdir()):
+            raise UserError(f"--out {out} is not empty; name another folder, or continue the run in it with --resume {out}")
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "config.json", json.dumps(dict(flags=flags, versions=versions, seed=args.seed), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
+    return out
+
+
+def peak_memory_gb(device) -> float:
+    """Of the GPU since the start, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+METRICS = ("step", "reward_mean", "baseline", "grad_norm", "zero_gradient", "homogeneous_groups", "credit_mean", "credit_top20_share", "copy",
+           "prob_mean", "surprisal_corr", "entropy", "response_tokens_mean", "truncated", "verifier_failures", "prompts_dropped", "steps_skipped",
+           "generated_tokens", "scored_tokens", "episode_turns_mean", "invalid_actions", "won", "seconds_rollout", "seconds_verify",
+           "seconds_credit", "seconds_update", "peak_memory_gb")
+EVAL_METRICS = ("eval_accuracy", "eval_accuracy_sampled", "eval_format", "flip", "credit_floor")
+
+
+class Prompts:
+    """Training rows in a new seeded order every epoch, from any position: what --resume needs is one number."""
+    def __init__(self, rows: list[dict], seed: int, position: int = 0):
+        self.rows, self.seed, self.position = rows, seed, position
+
+    def next(self) -> dict:
+        epoch, place = divmod(self.position, len(self.rows))
+        if place == 0 or not hasattr(self, "order"):
+            self.order = list(range(len(self.rows)))
+            random.Random(f"{self.seed}-{epoch}").shuffle(self.order)
+        self.position += 1
+        return self.rows[self.order[place]]
+
+
+def draw_rows(prompts: Prompts, count: int, policy: Policy, task, args: argparse.Namespace) -> tuple[list[dict], int]:
+    """The next `count` rows whose prompt leaves room for an answer, and how many were dropped: a long prompt is never cut."""
+    rows, dropped = [], 0
+    while len(rows) < count:
+        row = prompts.next()
+        if len(envs.prompt_ids(policy.tokenizer, task.ask(row), args.thinking)) + args.max_new_tokens <= args.max_context:
+            rows.append(row)
+        else:
+            dropped += 1
+            if dropped > len(prompts.rows):
+                raise UserError(f"no prompt leaves room for {args.max_new_tokens} new tokens in --max-context {args.max_context}; "
+                                "raise the one or lower --max-new-tokens")
+    return rows, dropped
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- the loop
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    task = make_task(args)
+    out = open_run(args)
+    policy = load_policy(args, task, out)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=args.lr, betas=(0.9, 0.999), eps=1e-15, weight_decay=0.0)  # credit can make gradients tiny
+    baseline = EMABaseline(args.baseline_decay)
+    generator = torch.Generator(policy.device).manual_seed(args.seed)
+    prompts = Prompts(task.train, args.seed)
+    start, skipped_steps, log = 0, 0, out / "metrics.jsonl"
+    if args.resume:
+        start, skipped_steps = restore(out, policy, optimizer, baseline, generator, prompts)
+
+    def state(step):
+        return dict(step=step, model=policy.model.state_dict(), optimizer=optimizer.state_dict(), baseline=baseline.value, position=prompts.position,
+                    generator=generator.get_state(), torch_rng=torch.get_rng_state(), skipped_steps=skipped_steps)
+
+    stop = Interrupt()
+    clock, totals, evaluation, warned = Clock(), {}, {}, False
+    evaluation_rows = task.test[:args.eval_size]
+    bar = tqdm(range(start + 1, args.steps + 1), initial=start, total=args.steps, unit="step", mininterval=0.5)
+
+    def evaluation_step(step) -> dict:
+        metrics, sampled = evaluate(policy, task, evaluation_rows, args)
+        shown = inspect(policy, task, sampled, baseline.value, args)
+        write_credit_html(out / "credit.html", shown, f"{args.task}, {args.algo}, after step {step}")
+        evaluation.update(metrics, step=step, shown=shown)
+        evaluation.setdefault("first", metrics)
+        return metrics
+
+    if start == 0:
+        append(log, dict.fromkeys(METRICS) | dict(step=0) | evaluation_step(0))
+
+    bad_in_a_row = 0
+    for step in bar:
+        # Sample: one rollout for each prompt (grpo: a group).
+        rows, dropped = draw_rows(prompts, args.prompts_per_step, policy, task, args)
+        rows = [row for row in rows for _ in range(args.group_size)]
+        groups = [number // args.group_size for number in range(len(rows))]
+
+        # Verify: the task judges each turn as it is played.
+        played = play(policy, task, rows, args, args.temperature, generator, clock)
+
+        # Baseline: the value from before this batch; updated once the batch is done.
+        with clock("credit"):
+            rollouts = make_rollouts(policy, task, played, groups, args)
+            reward = torch.tensor([rollout.reward for rollout in rollouts], device=policy.device)
+            mask = pad([rollout.action_mask for rollout in rollouts], policy.device)
+            if args.mask_truncated:
+                mask *= 1 - torch.tensor([[float(rollout.truncated)] for rollout in rollouts], device=policy.device)
+            batches = microbatches(rollouts, args.tokens_per_microbatch)
+
+            # Hindsight view and credit.
+            credit = prob = copied = weight = None
+            if args.algo in ("hp_rlvr", "surprisal"):
+                credit, prob, copied = score(policy, rollouts, batches, mask, args)
+                weight = scale_credit(credit, mask, args.credit_scale)
+
+        # Advantage, loss, step. A batch with nothing to train on makes no step.
+        with clock("update"):
+            group = torch.tensor(groups, device=policy.device)
+            advantage = advantages(args.algo, weight, mask, reward, baseline.value, group)
+            result = dict(grad_norm=None, prob_mean=None, entropy=None, skipped=True)
+            if mask.any():
+                result = update(policy, optimizer, rollouts, batches, advantage, mask, args)
+        before, mean_reward = baseline.value, reward.mean().item()
+        baseline.update(mean_reward)
+
+        # Everything below only reports.
+        bad_in_a_row = bad_in_a_row + 1 if result["skipped"] and result["grad_norm"] is not None else 0
+        skipped_steps += result["skipped"]
+        trained = mask.bool()
+        episodes = [one.episode for one in played]
+        generated = sum(sum(one.action_mask) for one in played)
+        scored = 0
+        if credit is not None:
+            scored = sum(len(r.causal_prefix) + len(r.tokens) + (len(r.hindsight_prefix) + len(r.tokens)) * (copied is not None) for r in rollouts)
+        has_credit = credit is not None and bool(trained.any())
+        norm = result["grad_norm"]
+        metrics = dict.fromkeys(METRICS) | dict(
+            step=step, reward_mean=mean_reward, baseline=before, grad_norm=finite(norm), zero_gradient=norm is None or norm < 1e-12,
+            homogeneous_groups=homogeneous_groups(reward, group) if args.algo == "grpo" else None,
+            prob_mean=finite(result["prob_mean"]), entropy=finite(result["entropy"]), response_tokens_mean=generated / len(played),
+            truncated=sum(episode.truncated for episode in episodes) / len(episodes), verifier_failures=sum(episode.judge_failed for episode in episodes),
+            prompts_dropped=dropped, steps_skipped=skipped_steps, generated_tokens=generated, scored_tokens=scored,
+            episode_turns_mean=sum(len(episode.responses) for episode in episodes) / len(episodes),
+            invalid_actions=sum(episode.invalid_actions for episode in episodes), won=sum(episode.reward == 1 for episode in episodes),
+            **clock.take(), peak_memory_gb=round(peak_memory_gb(policy.device), 3))
+        if has_credit:
+            metrics |= dict(credit_mean=credit[trained].mean().item(), credit_top20_share=top_share(credit[trained]),
+                            copy=copied[trained].mean().item() if copied is not None else None,
+                            surprisal_corr=pearson(credit[trained], surprisal_credit(prob[trained])))
+        if step == args.steps or args.eval_every and step % args.eval_every == 0:
+            metrics |= evaluation_step(step)
+        append(log, metrics)
+        for name in totals.keys() | {name for name in metrics if name.startswith("seconds_")}:
+            totals[name] = totals.get(name, 0.0) + metrics[name]
+        bar.set_description(f"reward {mean_reward:.2f}  accuracy {evaluation['eval_accuracy_sampled']:.2f}" if evaluation else f"reward {mean_reward:.2f}")
+        if not warned and args.algo == "hp_rlvr":
+            warned = warn(metrics, evaluation)
+        if bad_in_a_row == 3:
+            raise SystemExit("three steps in a row had a non-finite loss or gradient: look at --lr, at --dtype fp32, and at the model's own weights")
+        last = step == args.steps or stop.requested
+        if last or args.save_every and step % args.save_every == 0:
+            save_checkpoint(out, state(step))
+        if stop.requested:
+            break
+    bar.close()
+    task.close()
+    save_model(out, policy)
+    report(args, out, evaluation, totals, stop.requested)
+
+
+def restore(out: Path, policy: Policy, optimizer, baseline: EMABaseline, generator: torch.Generator, prompts: Prompts) -> tuple[int, int]:
+    """Load checkpoint/state.pt into everything that moves, and cut metrics.jsonl back to its step."""
+    try:
+        saved = torch.load(out / "checkpoint" / "state.pt", map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"--resume {out}: no checkpoint was saved there; start again with another --out") from None
+    policy.model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    baseline.value, prompts.position = saved["baseline"], saved["position"]
+    generator.set_state(saved["generator"])
+    torch.set_rng_state(saved["torch_rng"])
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= saved["step"]]
+    write_atomically(out / "metrics.jsonl", "".join(line + "\n" for line in kept))
+    return saved["step"], saved["skipped_steps"]
+
+
+class Interrupt:
+    """The first Ctrl-C asks the loop to stop after this step and save; the second one ends the program at once."""
+    def __init__(self):
+        self.requested = False
+        signal.signal(signal.SIGINT, self.on_signal)
+
+    def on_signal(self, *_):
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        tqdm.write("interrupted: finishing this step, then saving (Ctrl-C again to stop at once)", file=sys.stderr)
+
+
+def append(path: Path, metrics: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(metrics, allow_nan=False) + "\n")
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < float("inf") else None  # NaN fails the comparison too
+
+
+def warn(metrics: dict, evaluation: dict) -> bool:
+    """Say once when the credit is not what the method claims it to be."""
+    floor = evaluation.get("credit_floor")
+    if metrics["surprisal_corr"] is not None and metrics["surprisal_corr"] > 0.9:
+        tqdm.write(f"note: credit correlates {metrics['surprisal_corr']:.2f} with plain surprisal: this model's hindsight view copies the attempt, "
+                   "and --algo surprisal gives the same weights without a hindsight pass", file=sys.stderr)
+        return True
+    if metrics["credit_mean"] is not None and floor and metrics["credit_mean"] < 2 * floor:
+        tqdm.write(f"note: mean credit {metrics['credit_mean']:.4f} is near its floor {floor:.4f}, what any change of prompt does: "
+                   "the hindsight view says little here", file=sys.stderr)
+        return True
+    return False
+
+
+def report(args: argparse.Namespace, out: Path, evaluation: dict, totals: dict, interrupted: bool) -> None:
+    """What happened, in a few lines, with one right and one wrong rollout."""
+    for one in [next((one for one in evaluation.get("shown", []) if one["reward"] == reward), None) for reward in (1, 0)]:
+        if one is not None:
+            print(f"\n{'CORRECT' if one['reward'] == 1 else 'INCORRECT'} (R - b = {one['advantage']:+.2f}), tokens by credit:\n{shade(one, sys.stdout.isatty())}")
+    print()
+    if evaluation:
+        first = evaluation["first"]
+        print(f"{args.algo} on {args.task}, accuracy on {args.eval_size} held-out rows: sampled {first['eval_accuracy_sampled']:.3f} -> "
+              f"{evaluation['eval_accuracy_sampled']:.3f}, greedy {first['eval_accuracy']:.3f} -> {evaluation['eval_accuracy']:.3f} (step {evaluation['step']})")
+    whole = sum(totals.values()) or 1.0
+    print("time: " + ", ".join(f"{name.removeprefix('seconds_')} {value:.0f} s ({value / whole:.0%})" for name, value in sorted(totals.items())))
+    print(f"in {out}: metrics.jsonl, credit.html, model/ (load it with --model {out / 'model'}), checkpoint/")
+    if interrupted:
+        print(f"interrupted: saved; go on with python train.py --resume {out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse_args(argv)
+        train(args)
+    except UserError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
