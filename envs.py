@@ -8,12 +8,19 @@ knows the difference:
     task.happened(episode, mode)                                what the hindsight view is told: the attempt or its digest
     task.train, task.test, task.check, task.well_formed(episode), task.close()
 
-In this file: episodes, data files, the single-turn tasks (sums, gsm8k, math, code), the chat template, the built-in policy.
+In this file: episodes, data files, single-turn tasks (gsm8k, math, code, the built-in sums), text games (ALFWorld, the built-in household),
+the chat template, the built-in policy.
 """
 import ast
+import importlib.util
+import itertools
+import json
 import os
 import random
 import re
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +48,7 @@ class Episode:
     actions: list[tuple[str, str]] = field(default_factory=list)  # (action, observation) of each turn (text games only)
     invalid_actions: int = 0
     ended: str = ""                                        # why a game is over: "won", "lost", "limit" or "context"
+    admissible: list[str] = field(default_factory=list)    # what can be done now
     engine: object = None
 
 
@@ -143,11 +151,8 @@ class SingleTurn:
     digest: Callable[[str], str]                # response -> what it did, without its wording
     answered: Callable[[str], bool]             # response -> does it give an answer in a form that can be judged?
 
-    def ask(self, row: dict) -> str:
-        return row["prompt"]
-
     def start(self, rows: list[dict]) -> list[Episode]:
-        return [Episode(row, self.ask(row)) for row in rows]
+        return [Episode(row, row["prompt"]) for row in rows]
 
     def step(self, episodes: list[Episode], responses: list[str], finished: list[bool]) -> list[None]:
         """Judge all responses side by side. A response cut at the token limit has reward 0, whatever it says."""
@@ -311,6 +316,400 @@ def sums(columns: int, seed: int, n_train: int = 4000, n_test: int = 500) -> Sum
                 lambda text: verifiers.extract_gsm8k(text) is not None)
 
 
+# --------------------------------------------------------------------------------------------------------------------- text games
+
+EPISODE_PLAYED = "The episode was played to its end."
+MARKED_ACTION = re.compile(r"^[ \t>*_`#-]*action[ \t*_`]*:(?=(?P<line>\s*[^\n]*))"                # Action: look
+                           r"|[<\[]action[>\]]\s*(?P<tag>.*?)(?:[<\[]/action[>\]]|\n|\Z)",     # <action>look</action>, [action]look[/action]
+                           re.IGNORECASE | re.MULTILINE)
+
+
+def plain_action(text: str) -> str:
+    """Light normalisation: case, spaces, lead-ins such as "> ", quotes, brackets and markdown around the action, a trailing full stop.
+
+    >>> plain_action("> **Go to  Desk 1.**")
+    'go to desk 1'
+    """
+    return " ".join(text.lower().split()).lstrip("*_`\"'“”‘’<>[]#- ").rstrip("*_`\"'“”‘’<>[]!.,; ")
+
+
+def named_actions(response: str) -> list[str]:
+    """What a response offers as its action, normalised: the marked one alone, or every line where none is marked. See `parse_action`."""
+    text = response.rpartition("</think>")[2].partition("<think>")[0]
+    marked = list(MARKED_ACTION.finditer(text))
+    if marked:
+        return [plain_action(marked[-1]["line"] or marked[-1]["tag"] or "")]
+    return [line for line in map(plain_action, text.splitlines()) if line]
+
+
+def parse_action(response: str, admissible: list[str]) -> str | None:
+    """The admissible action that a response names, or None. The rule:
+
+    1. What stands inside <think> ... </think>, closed or not, does not count.
+    2. If there are marked actions, the last one counts and no other: a line that begins with `Action:` (the action on it or on the next line),
+       or <action>...</action> or [action]...[/action] anywhere; a tag that is not closed ends with its line.
+    3. If nothing is marked, the last line counts, provided that no other line names a different action (a list is not a choice).
+    4. That text, normalised (`plain_action`), must be equal to an admissible action: no prefix, no part of a sentence. The old form
+       `put X in/on Y` stands for `move X to Y` where that is admissible.
+
+    >>> parse_action("I need a mug.\\nAction: Go to Desk 1.", ["go to desk 1", "go to desk 10"])
+    'go to desk 1'
+    """
+    plain = {plain_action(action): action for action in admissible}
+
+    def match(text: str) -> str | None:
+        old_form = re.fullmatch(r"put (.+) (?:in/on|into|onto|in|on) (.+)", text)
+        return plain.get(text) or (plain.get(f"move {old_form[1]} to {old_form[2]}") if old_form else None)
+
+    matched = [match(text) for text in named_actions(response)]
+    return matched[-1] if matched and len(set(matched) - {None}) == 1 else None
+
+
+def unwrapped(value):
+    """Engines of textworld.gym answer in lists of length 1, and [False] is a true value: unwrap before any `if`."""
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+class EngineFailed(Exception):
+    """The engine itself broke down (not: the action was a bad one)."""
+
+
+@dataclass
+class Games:
+    """A task of many turns. An engine plays one game at a time and is used again for the next:
+
+        engine.reset(row) -> (observation, admissible actions)
+        engine.step(action) -> (observation, admissible actions, won, done)
+        engine.close()
+
+    An episode takes `max_turns(row)` turns at most. A turn without an admissible action costs its step, says so to the model and leaves the
+    engine alone; whether an action is valid is settled by the admissible list, never by what the game answers ("Nothing happens.").
+    A trainer that has to stop an episode (context full) sets episode.ended; its engine is free again at the next `start`.
+    """
+    name: str
+    train: list[dict]
+    test: list[dict]
+    make_engine: Callable[[], object]
+    max_turns: Callable[[dict], int]
+    opening: str = ""      # said once, before the first observation
+    reminder: str = ""     # said last in every turn: the form of the answer
+    parallel: bool = False # engines in processes of their own: worth a thread each while they work
+    check: str = EPISODE_PLAYED
+    engines: list = field(default_factory=list)
+    playing: list[Episode] = field(default_factory=list)
+
+    def each(self, function: Callable, items: list) -> list:
+        if not self.parallel or len(items) < 2:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(min(len(items), 64)) as pool:
+            return list(pool.map(function, items))
+
+    def start(self, rows: list[dict]) -> list[Episode]:
+        """One new episode a row. Equal rows (a GRPO group) get an engine each, and must show the same first observation."""
+        self.playing = [episode for episode in self.playing if not episode.ended]
+        busy = {id(episode.engine) for episode in self.playing}
+        idle = [engine for engine in self.engines if id(engine) not in busy]
+        fresh = [self.make_engine() for _ in range(len(rows) - len(idle))]
+        self.engines += fresh
+        episodes = [Episode(row, "", engine=engine) for row, engine in zip(rows, idle + fresh)]
+        try:
+            firsts = self.each(lambda episode: episode.engine.reset(episode.row), episodes)
+        except EngineFailed as error:
+            raise UserError(f"--task {self.name}: {error}") from error
+        seen = {}
+        for episode, (observation, admissible) in zip(episodes, firsts):
+            if seen.setdefault(json.dumps(episode.row, sort_keys=True), (observation, admissible)) != (observation, admissible):
+                raise RuntimeError(f"{self.name}: two engines show different first observations of one game, so they are no group: {episode.row}")
+            episode.admissible = admissible
+            episode.prompt = self.opening + self.message(observation, admissible)
+        self.playing += episodes
+        return episodes
+
+    def message(self, observation: str, admissible: list[str]) -> str:
+        return f"{observation}\n\nAdmissible actions: {', '.join(admissible)}.\n{self.reminder}"
+
+    def step(self, episodes: list[Episode], responses: list[str], finished: list[bool]) -> list[str | None]:
+        """One turn of each episode: the next user message, or None where the episode is over and its reward is set."""
+        return self.each(lambda turn: self.step_one(*turn), list(zip(episodes, responses, finished)))
+
+    def step_one(self, episode: Episode, response: str, finished: bool) -> str | None:
+        episode.responses.append(response)
+        action = parse_action(response, episode.admissible) if finished else None
+        won = done = False
+        if action is not None:
+            try:
+                observation, episode.admissible, won, done = episode.engine.step(action)
+            except EngineFailed as error:
+                observation, episode.judge_failed, done = str(error), True, True
+                self.engines.remove(episode.engine)
+                episode.engine.close()
+        else:
+            episode.invalid_actions += 1
+            action = (named_actions(response) or ["(none)"])[-1][:60] if finished else "(cut)"
+            observation = ("That is not an admissible action. Nothing was done." if finished else
+                           "That turn was too long and was cut. Nothing was done.")
+        episode.actions.append((action, observation))
+        if unwrapped(won):
+            episode.ended, episode.reward = "won", 1.0
+        elif unwrapped(done):
+            episode.ended = "lost"
+        elif len(episode.actions) >= self.max_turns(episode.row):
+            episode.ended = "limit"
+        return None if episode.ended else self.message(observation, episode.admissible)
+
+    def happened(self, episode: Episode, mode: str) -> str:
+        """Numbered transcript of an episode, a line a turn: action and short observation, or under "digest" the action alone."""
+        lines = []
+        for number, (action, observation) in enumerate(episode.actions, 1):
+            seen = " ".join(observation.split())
+            seen = seen if len(seen) <= 160 else seen[:157] + "..."
+            lines.append(f"{number}. {action}" if mode == "digest" else f"{number}. {action} -> {seen}")
+        return "\n".join(lines)
+
+    def well_formed(self, episode: Episode) -> bool:
+        return episode.invalid_actions == 0
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.engines, self.playing = [], []
+
+
+# ------------------------------------------------------------------------------------------------------------------------- ALFWorld
+
+class AlfworldEngine:
+    """ALFWorld's own engine in a process of its own: JSON lines to it and back.
+
+    A process each, for three reasons: the planner translates a game with module-wide state (in threads, engines break each other's games),
+    it overwrites sys.argv and sys.stdout, and a reset is a second of pure Python that only processes run side by side. The process is
+    executed afresh, never forked from one that holds a GPU; it ends when its input does, so also when the trainer is killed.
+    """
+    def __init__(self, seconds: float = 300):
+        self.seconds = seconds  # no answer within this time: the engine is taken for dead
+        data = os.environ.get("ALFWORLD_DATA") or str(Path(__file__).resolve().parent)  # any folder that exists: importing alfworld creates it
+        self.process = subprocess.Popen([sys.executable, __file__, "alfworld-engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        start_new_session=True, env={**os.environ, "PYTHONHASHSEED": "0", "ALFWORLD_DATA": data})
+
+    def ask(self, *request):
+        watchdog = threading.Timer(self.seconds, self.process.kill)
+        watchdog.start()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except OSError:
+            answer = ""
+        finally:
+            watchdog.cancel()
+        if not answer:
+            raise EngineFailed(f"the engine's process died ({request[0]} {request[1]})")
+        answer = json.loads(answer)
+        if isinstance(answer, str):
+            raise EngineFailed(answer)
+        return answer
+
+    def reset(self, row: dict) -> tuple[str, list[str]]:
+        observation, admissible, _, _ = self.ask("reset", row["game"])
+        return observation.removeprefix("-= Welcome to TextWorld, ALFRED! =-").strip(), admissible
+
+    def step(self, action: str) -> tuple[str, list[str], bool, bool]:
+        return tuple(self.ask("step", action))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def serve_alfworld() -> None:
+    """What an engine's process runs. textworld without its gym layer: no batches, no step limit of its own, no shuffling, any game file."""
+    answers = os.fdopen(os.dup(1), "w")                    # kept for the answers: the planner, in C++, prints to descriptor 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    import functools
+    import fast_downward
+    # Translating a game is nine tenths of a reset; textworld does it twice for each (load, then reset). It is a pure function of the text.
+    fast_downward.pddl2sas = functools.lru_cache(maxsize=2)(fast_downward.pddl2sas)
+    import textworld
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+    env = None
+    for line in sys.stdin:
+        request, argument = json.loads(line)
+        try:
+            if request == "step":
+                state, _, done = env.step(argument)
+            else:
+                if env is None:
+                    env = textworld.start(argument, textworld.EnvInfos(won=True, admissible_commands=True), wrappers=[AlfredDemangler])
+                else:
+                    env.load(argument)
+                state, done = env.reset(), False
+            answer = [state.feedback, state.admissible_commands, state.won, done]
+        except Exception as error:
+            answer = f"{argument}: {type(error).__name__}: {error}"
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def alfworld_rows(folder: str | None = None) -> dict[str, list[dict]]:
+    """{split: rows} of the games below a folder, in sorted order: solvable games of ALFWorld's six task types.
+
+    folder: whatever holds train, valid_seen and valid_unseen, at any depth; by default where alfworld keeps its data.
+    """
+    root = Path(folder or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser().resolve()
+    splits = {"train": [], "valid_seen": [], "valid_unseen": []}
+    for path in sorted(root.rglob("game.tw-pddl")):
+        split = next((part for part in reversed(path.parts) if part in splits), None)
+        if split is None or "movable" in str(path) or "Sliced" in str(path):  # ALFWorld itself leaves these two kinds out
+            continue
+        try:
+            solvable = json.loads(path.read_text()).get("solvable")
+        except ValueError:
+            raise UserError(f"{path} is not a complete ALFWorld game: fetch the data again with alfworld-download") from None
+        if solvable:
+            splits[split].append(dict(game=str(path)))
+    if not any(splits.values()):
+        raise UserError(f"no ALFWorld games (train/.../game.tw-pddl) in {root}: give the folder with --data, or fetch them with alfworld-download")
+    return splits
+
+
+def alfworld(data: str | None, eval_data: str | None, max_turns: int = 30) -> Games:
+    """The real ALFWorld text games: train trains, valid_unseen (or valid_seen where there is none) evaluates."""
+    if not (importlib.util.find_spec("alfworld") and importlib.util.find_spec("textworld")):  # looked for, not imported: see AlfworldEngine
+        raise UserError("--task alfworld needs the package alfworld: pip install alfworld==0.4.2")
+    splits = alfworld_rows(data)
+    evaluation = alfworld_rows(eval_data) if eval_data else splits
+    test = evaluation["valid_unseen"] or evaluation["valid_seen"]
+    if not splits["train"] or not test:
+        raise UserError(f"{data or 'the ALFWorld data folder'}: {len(splits['train'])} games in train, {len(test)} in valid_unseen or valid_seen; "
+                        "at least one of each is needed (--data, --eval-data)")
+    opening = (f"You are playing a text game in a household. You have {max_turns} turns. In each turn write one or two sentences of thought, and "
+               "then a last line with one of the admissible actions, in the form `Action: <action>`.\n\n")
+    return Games("alfworld", splits["train"], test, AlfworldEngine, lambda row: max_turns, opening,
+                 "End with a line `Action: <action>`.", parallel=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- built-in: household
+
+ROOMS = {"kitchen": ("fridge", "oven"), "bedroom": ("bed", "desk"), "bathroom": ("tub", "shelf")}  # each with its two receptacles
+OTHER = {here: there for room in ROOMS.values() for here, there in (room, room[::-1])}
+BELONGINGS = {"fridge": ("milk", "cheese", "juice"), "oven": ("pizza", "bread", "cake"), "bed": ("pillow", "sheet", "blanket"),
+              "desk": ("pen", "lamp", "laptop"), "tub": ("sponge", "duck", "soap"), "shelf": ("towel", "brush", "comb")}
+HOUSEHOLD_OPENERS, HOUSEHOLD_VERBS, HOUSEHOLD_WAYS = ("Now", "Next", "Then", "So"), ("I", "we"), ("should", "will", "must")
+
+
+class HouseholdEngine:
+    """A small household in ALFWorld's wording: take one object after another from a basket and move it to a receptacle."""
+    def reset(self, row: dict) -> tuple[str, list[str]]:
+        self.goal = dict(row["moves"])
+        self.where = dict.fromkeys(self.goal, "basket")  # in the task's order
+        self.hand = None
+        rooms = [room for room in ROOMS if set(ROOMS[room]) & set(self.goal.values())]
+        self.places = [place for room in rooms for place in ROOMS[room]]
+        seen = " ".join(f"In the {room} you see {' and '.join(ROOMS[room])}." for room in rooms)
+        return f"{seen}\nYour task is to: put {', '.join(f'{item} in {place}' for item, place in row['moves'])}.", self.admissible()
+
+    def admissible(self) -> list[str]:
+        if self.hand is None:
+            return [f"take {item}" for item, place in self.where.items() if place == "basket"]
+        return [f"move {self.hand} to {place}" for place in self.places]
+
+    def step(self, action: str) -> tuple[str, list[str], bool, bool]:
+        verb, item, *to = action.split()
+        if verb == "take":
+            self.hand, self.where[item] = item, "hand"
+            observation = f"You take {item}."
+        else:
+            self.hand, self.where[item] = None, to[-1]
+            observation = f"You move {item} to {to[-1]}."
+        won = self.where == self.goal
+        return observation, self.admissible(), won, won
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Household(Games):
+    """The multi-turn twin of `sums`: free wording, and one kind of decision that settles the outcome, where an object is carried."""
+    drop: float = 0.6  # the habit takes the wrong one of a room's two receptacles more often than not
+
+    def play(self, row: dict, choose: Callable[[int, tuple[str, str]], str], rng: random.Random) -> tuple[Episode, list[tuple[str, str]], list[str]]:
+        """A scripted episode in the real engine: (episode, its (user message, response) turns, its decisions).
+
+        `choose(i, options)` decides to which of the two receptacles of its room the i-th object is carried; the rest follows from it.
+        """
+        [episode] = self.start([row])
+        message, turns, decisions = episode.prompt, [], []
+        for number in itertools.count():
+            item, place = row["moves"][number // 2]
+            if number % 2 == 0:
+                thought, action = f"take {item}", f"take {item}"
+            else:
+                decisions.append(choose(number // 2, next(room for room in ROOMS.values() if place in room)))
+                thought, action = f"bring {item} to {decisions[-1]}", f"move {item} to {decisions[-1]}"
+            response = (f"{rng.choice(HOUSEHOLD_OPENERS)} {rng.choice(HOUSEHOLD_VERBS)} {rng.choice(HOUSEHOLD_WAYS)} {thought}.\nAction: {action}")
+            turns.append((message, response))
+            [message] = self.step([episode], [response], [True])
+            if message is None:
+                return episode, turns, decisions
+
+    def demonstration(self, rng: random.Random, view: str, hindsight_prompt: Callable) -> list[tuple[str, str]]:
+        """(user message, response) turns of one warm-up episode for `view`: "causal", "null", "attempt", "digest" or "outcome".
+
+        The habit errs with probability `drop` at every object. The attempts that are shown err at even odds, and right and wrong ones are
+        shown equally often. Under "outcome" nothing but the verdict is known: the target is what the habit does in attempts of that verdict.
+        """
+        row = rng.choice(self.train)
+        if view in ("causal", "null"):
+            turns = self.habit_demo(row, rng)
+            message = turns[0][0] if view == "causal" else hindsight_prompt(turns[0][0], "", False, self.check, view)
+        else:
+            shown = self.decisions_with_outcome(row, self.drop if view == "outcome" else 0.5, rng.random() < 0.5, rng)
+            attempt, turns, _ = self.play(row, lambda i, options: shown[i], rng)
+            success = attempt.reward == 1
+            message = hindsight_prompt(attempt.prompt, self.happened(attempt, view), success, self.check, view)
+            if view != "outcome":
+                turns = self.hindsight_demo(row, shown, success, rng)
+        return [(message, turns[0][1])] + turns[1:]
+
+    def habit_demo(self, row: dict, rng: random.Random) -> list[tuple[str, str]]:
+        """The bad habit: each object is carried to the other receptacle of its room with probability `drop`."""
+        return self.play(row, lambda i, options: OTHER[row["moves"][i][1]] if rng.random() < self.drop else row["moves"][i][1], rng)[1]
+
+    def hindsight_demo(self, row: dict, decisions: list[str], success: bool, rng: random.Random) -> list[tuple[str, str]]:
+        """What a reader of an attempt and its verdict does: after success the same decisions, else one of them changed, in fresh wording.
+
+        It knows the attempt and the verdict, never the goal: the decision that is changed may have been a right one.
+        """
+        changed = None if success else rng.randrange(len(decisions))
+        return self.play(row, lambda i, options: OTHER[decisions[i]] if i == changed else decisions[i], rng)[1]
+
+    def decisions_with_outcome(self, row: dict, drop: float, success: bool, rng: random.Random) -> list[str]:
+        """Decisions of someone who errs with probability `drop`, drawn again until their outcome is `success`."""
+        right = [place for _, place in row["moves"]]
+        while True:
+            decisions = [OTHER[place] if rng.random() < drop else place for place in right]
+            if (decisions == right) == success:
+                return decisions
+
+
+def household_rows(objects: int, seed: int) -> list[dict]:
+    """All games of `objects` (1 to 3) objects, each of which belongs in another room, in seeded order: 18, 216 or 1,296."""
+    in_room = [[[item, place] for place in room for item in BELONGINGS[place]] for room in ROOMS.values()]
+    rows = [dict(moves=list(moves)) for rooms in itertools.permutations(in_room, objects) for moves in itertools.product(*rooms)]
+    random.Random(f"household-{seed}").shuffle(rows)
+    return rows
+
+
+def household(objects: int, seed: int, drop: float = 0.6) -> Household:
+    """Two turns an object, and not one to spare: a wrong decision costs the episode. The habit succeeds with (1 - drop) ** objects."""
+    rows = household_rows(objects, seed)
+    split = len(rows) - len(rows) // 5
+    return Household("household", rows[:split], rows[split:], HouseholdEngine, lambda row: 2 * len(row["moves"]),
+                     opening="Answer with a thought and a line `Action: <action>`.\n\n", reminder="Action?", drop=drop)
+
+
 # ------------------------------------------------------------------------------------------------------------------ the chat template
 
 def render(tokenizer, messages: list[dict], thinking: bool) -> str:
@@ -409,3 +808,7 @@ def tiny_policy(task, hindsight_prompt: Callable, steps: int = 300, batch: int =
             schedule.step()
             optimizer.zero_grad()
     return model.eval(), tokenizer
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["alfworld-engine"]:
+    serve_alfworld()

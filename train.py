@@ -33,10 +33,12 @@ from hp_rlvr import (EMABaseline, Rollout, compare_views, grpo, hindsight_prompt
 # -------------------------------------------------------------------------------------------------------------------------------- flags
 
 TASK_DEFAULTS = {  # lr, steps, prompts per step, new tokens (per turn), evaluation rows, steps between evaluations
-    "sums": dict(lr=3e-4, steps=100, prompts_per_step=32, max_new_tokens=None, eval_size=200, eval_every=50),
+    "sums": dict(lr=1e-4, steps=100, prompts_per_step=64, max_new_tokens=None, eval_size=200, eval_every=50),
     "gsm8k": dict(lr=1e-6, steps=100, prompts_per_step=64, max_new_tokens=512, eval_size=256, eval_every=25),
     "math": dict(lr=1e-6, steps=100, prompts_per_step=64, max_new_tokens=1024, eval_size=256, eval_every=25),
     "code": dict(lr=1e-6, steps=100, prompts_per_step=64, max_new_tokens=512, eval_size=128, eval_every=25),
+    "alfworld": dict(lr=1e-6, steps=100, prompts_per_step=4, max_new_tokens=256, eval_size=12, eval_every=25),
+    "household": dict(lr=1e-4, steps=100, prompts_per_step=64, max_new_tokens=32, eval_size=200, eval_every=50),
 }
 RESUME_MAY_CHANGE = {"steps", "eval_every", "save_every", "device", "tokens_per_microbatch"}  # everything else would change the run itself
 
@@ -50,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--task", choices=list(TASK_DEFAULTS), help="(default: sums)")
     what.add_argument("--data", help="training data: a folder with train/test files, one file, or a data-set id (default: the task's usual one)")
     what.add_argument("--eval-data", help="evaluation data, likewise (default: the test split of --data)")
-    what.add_argument("--columns", type=int, help="sums: digits of each number; more are harder (default: 3)")
+    what.add_argument("--columns", type=int, help="difficulty of the built-in tasks: digits of a sum (default: 3), objects of a household (1 to 3; 1)")
     what.add_argument("--thinking", action="store_true", default=None, help="turn the chat template's thinking mode on (default: off)")
     how = parser.add_argument_group("the algorithm")
     how.add_argument("--algo", choices=["hp_rlvr", "grpo", "reinforce", "surprisal"], help="(default: hp_rlvr)")
@@ -104,7 +106,7 @@ def complete_args(args: argparse.Namespace) -> None:
     def default(name, value):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name, value in dict(model="tiny", task="sums", columns=3, thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="raw",
+    for name, value in dict(model="tiny", task="sums", thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="raw",
                             baseline_decay=0.9, mask_truncated=False, temperature=1.0, tokens_per_microbatch=16384, seed=0, save_every=25,
                             device="cuda" if torch.cuda.is_available() else "cpu").items():
         default(name, value)
@@ -112,8 +114,8 @@ def complete_args(args: argparse.Namespace) -> None:
     default("dtype", "bf16" if args.device.startswith("cuda") else "fp32")
     for name, value in TASK_DEFAULTS[args.task].items():
         default(name, value)
-    if args.task == "sums":
-        default("max_new_tokens", 26 * args.columns + 16)
+    default("columns", 3 if args.task == "sums" else 1)
+    default("max_new_tokens", 26 * args.columns + 16)
     default("out", f"runs/{args.task}-{args.algo}-{time.strftime('%Y%m%d-%H%M%S')}")
     for name in ("steps", "prompts_per_step", "max_new_tokens", "group_size", "eval_size", "tokens_per_microbatch", "columns"):
         if getattr(args, name) < 1:
@@ -127,12 +129,13 @@ def complete_args(args: argparse.Namespace) -> None:
                             (" (greedy sampling has no law to learn from; evaluations include a greedy one)" if name == "temperature" else ""))
     if not 0 <= args.baseline_decay < 1:
         raise UserError(f"--baseline-decay must lie in [0, 1), not {args.baseline_decay:g}")
-    if args.columns > len(envs.PLACES):
-        raise UserError(f"--columns must be at most {len(envs.PLACES)}")
+    most = len(envs.ROOMS) if args.task == "household" else len(envs.PLACES)
+    if args.columns > most:
+        raise UserError(f"--columns must be at most {most} for --task {args.task}")
     if args.algo == "grpo" and args.group_size < 2:
         raise UserError("--algo grpo compares rollouts of one prompt: --group-size must be at least 2")
-    if args.model == "tiny" and args.task != "sums":
-        raise UserError(f"the built-in policy knows only sums; for --task {args.task} name a model, e.g. --model Qwen/Qwen3-1.7B")
+    if args.model == "tiny" and args.task not in ("sums", "household"):
+        raise UserError(f"the built-in policy knows only sums and household; for --task {args.task} name a model, e.g. --model Qwen/Qwen3-1.7B")
     try:
         torch.empty(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -144,6 +147,10 @@ def complete_args(args: argparse.Namespace) -> None:
 def make_task(args: argparse.Namespace):
     if args.task == "sums":
         return envs.sums(args.columns, args.seed)
+    if args.task == "household":
+        return envs.household(args.columns, args.seed)
+    if args.task == "alfworld":
+        return envs.alfworld(args.data, args.eval_data)
     if args.task == "math":
         envs.verifiers.require_math_verify()
     read, usual, build = {
@@ -274,6 +281,7 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
 @dataclass
 class Played:
     """What was sampled in one episode, as ids."""
+    number: int  # of its row in the batch
     episode: Episode
     prefix: list[int]
     tokens: list[int]
@@ -281,9 +289,17 @@ class Played:
 
 
 def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, temperature: float, generator: torch.Generator, clock) -> list[Played]:
-    """Play one episode on each row, all side by side: one batched generation per turn over the episodes still alive."""
+    """Play one episode on each row, all side by side: one batched generation per turn over the episodes still alive.
+
+    An episode whose prompt leaves no room for an answer within --max-context is dropped (not returned): a long prompt is never cut.
+    """
     tokenizer = policy.tokenizer
-    played = [Played(episode, envs.prompt_ids(tokenizer, episode.prompt, args.thinking), [], []) for episode in task.start(rows)]
+    with clock("verify"):
+        episodes = task.start(rows)
+    played = [Played(number, episode, envs.prompt_ids(tokenizer, episode.prompt, args.thinking), [], []) for number, episode in enumerate(episodes)]
+    for one in played:
+        one.episode.ended = "dropped" if len(one.prefix) + args.max_new_tokens > args.max_context else ""
+    played = [one for one in played if not one.episode.ended]
     alive = played
     while alive:
         with clock("rollout"):
@@ -414,7 +430,7 @@ def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -
     clock = Clock()
     greedy = play(policy, task, rows, args, 0.0, generator, clock)
     sampled = play(policy, task, rows, args, args.temperature, generator, clock)
-    mean = lambda values: sum(values) / len(values)
+    mean = lambda values: sum(values) / len(rows)  # a row whose prompt is too long counts as not solved
     metrics = dict(eval_accuracy=mean([one.episode.reward for one in greedy]), eval_accuracy_sampled=mean([one.episode.reward for one in sampled]),
                    eval_format=mean([float(task.well_formed(one.episode)) for one in sampled]), flip=None, credit_floor=None)
     if args.algo == "hp_rlvr":
@@ -592,7 +608,7 @@ def peak_memory_gb(device) -> float:
 
 
 METRICS = ("step", "reward_mean", "baseline", "grad_norm", "zero_gradient", "homogeneous_groups", "credit_mean", "credit_top20_share", "copy",
-           "prob_mean", "surprisal_corr", "entropy", "response_tokens_mean", "truncated", "verifier_failures", "prompts_dropped", "steps_skipped",
+           "prob_mean", "surprisal_corr", "entropy", "response_tokens_mean", "truncated", "verifier_failures", "prompts_dropped", "context_limit", "steps_skipped",
            "generated_tokens", "scored_tokens", "episode_turns_mean", "invalid_actions", "won", "seconds_rollout", "seconds_verify",
            "seconds_credit", "seconds_update", "peak_memory_gb")
 EVAL_METRICS = ("eval_accuracy", "eval_accuracy_sampled", "eval_format", "flip", "credit_floor")
@@ -603,28 +619,16 @@ class Prompts:
     def __init__(self, rows: list[dict], seed: int, position: int = 0):
         self.rows, self.seed, self.position = rows, seed, position
 
-    def next(self) -> dict:
-        epoch, place = divmod(self.position, len(self.rows))
-        if place == 0 or not hasattr(self, "order"):
-            self.order = list(range(len(self.rows)))
-            random.Random(f"{self.seed}-{epoch}").shuffle(self.order)
-        self.position += 1
-        return self.rows[self.order[place]]
-
-
-def draw_rows(prompts: Prompts, count: int, policy: Policy, task, args: argparse.Namespace) -> tuple[list[dict], int]:
-    """The next `count` rows whose prompt leaves room for an answer, and how many were dropped: a long prompt is never cut."""
-    rows, dropped = [], 0
-    while len(rows) < count:
-        row = prompts.next()
-        if len(envs.prompt_ids(policy.tokenizer, task.ask(row), args.thinking)) + args.max_new_tokens <= args.max_context:
-            rows.append(row)
-        else:
-            dropped += 1
-            if dropped > len(prompts.rows):
-                raise UserError(f"no prompt leaves room for {args.max_new_tokens} new tokens in --max-context {args.max_context}; "
-                                "raise the one or lower --max-new-tokens")
-    return rows, dropped
+    def next(self, count: int) -> list[dict]:
+        rows = []
+        for position in range(self.position, self.position + count):
+            epoch, place = divmod(position, len(self.rows))
+            if place == 0 or position == self.position:
+                order = list(range(len(self.rows)))
+                random.Random(f"{self.seed}-{epoch}").shuffle(order)
+            rows.append(self.rows[order[place]])
+        self.position += count
+        return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------------- the loop
@@ -665,12 +669,15 @@ def train(args: argparse.Namespace) -> None:
     bad_in_a_row = 0
     for step in bar:
         # Sample: one rollout for each prompt (grpo: a group).
-        rows, dropped = draw_rows(prompts, args.prompts_per_step, policy, task, args)
-        rows = [row for row in rows for _ in range(args.group_size)]
-        groups = [number // args.group_size for number in range(len(rows))]
+        rows = [row for row in prompts.next(args.prompts_per_step) for _ in range(args.group_size)]
 
         # Verify: the task judges each turn as it is played.
         played = play(policy, task, rows, args, args.temperature, generator, clock)
+        dropped = len(rows) - len(played)
+        if not played:
+            raise UserError(f"no prompt of step {step} leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
+                            "raise the one or lower --max-new-tokens")
+        groups = [one.number // args.group_size for one in played]
 
         # Baseline: the value from before this batch; updated once the batch is done.
         with clock("credit"):
@@ -713,7 +720,7 @@ def train(args: argparse.Namespace) -> None:
             homogeneous_groups=homogeneous_groups(reward, group) if args.algo == "grpo" else None,
             prob_mean=finite(result["prob_mean"]), entropy=finite(result["entropy"]), response_tokens_mean=generated / len(played),
             truncated=sum(episode.truncated for episode in episodes) / len(episodes), verifier_failures=sum(episode.judge_failed for episode in episodes),
-            prompts_dropped=dropped, steps_skipped=skipped_steps, generated_tokens=generated, scored_tokens=scored,
+            prompts_dropped=dropped, context_limit=sum(episode.ended == "context" for episode in episodes), steps_skipped=skipped_steps, generated_tokens=generated, scored_tokens=scored,
             episode_turns_mean=sum(len(episode.responses) for episode in episodes) / len(episodes),
             invalid_actions=sum(episode.invalid_actions for episode in episodes), won=sum(episode.reward == 1 for episode in episodes),
             **clock.take(), peak_memory_gb=round(peak_memory_gb(policy.device), 3))
