@@ -3,13 +3,14 @@
     python train.py                                              the built-in task and policy: no GPU, no network, a few minutes
     python train.py --model Qwen/Qwen3-1.7B --task gsm8k         one GPU
 
-Read `train` at the bottom of this file first: one step is sample, verify, baseline, hindsight view, credit, advantage, loss, optimiser step,
+Read `train_step` near the end of this file first: one step is sample, verify, baseline, hindsight view, credit, advantage, loss, optimiser step,
 in that order. The mathematics is in hp_rlvr.py, the tasks are in envs.py, what counts as right is in verifiers.py.
 
 The algorithms differ in one function each (`advantages`): hp_rlvr weighs R - b by the divergence of the two views, surprisal by what that
 divergence would be if the hindsight view copied, reinforce by 1; grpo takes the z-score within a group of rollouts of one prompt.
 """
 import argparse
+import errno
 import html
 import json
 import os
@@ -255,7 +256,7 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
     alive = list(range(len(prompts)))
     with policy.autocast():
         for _ in range(max_new_tokens):
-            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True,
                            logits_to_keep=1).logits[:, -1].float()
             if temperature == 0:
                 chosen = logits.argmax(-1)
@@ -415,7 +416,7 @@ def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[lis
         entropy += uncertainty.sum().item() / normaliser
     policy.model.eval()
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
-    skipped = not (torch.isfinite(torch.tensor(total)) and torch.isfinite(torch.tensor(norm)))
+    skipped = finite(total) is None or finite(norm) is None
     if not skipped:
         optimizer.step()  # also with a zero gradient: the momentum of earlier steps goes on, as in any AdamW loop
     optimizer.zero_grad(set_to_none=True)
@@ -426,7 +427,7 @@ def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[lis
 
 def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -> tuple[dict, list[Played]]:
     """Greedy and sampled accuracy on `rows`, and what the hindsight view makes of the sampled rollouts. Never touches the run's own RNG."""
-    generator = torch.Generator(policy.device).manual_seed(args.seed)
+    generator = torch.Generator(policy.device).manual_seed(args.seed + 1_000_003)
     clock = Clock()
     greedy = play(policy, task, rows, args, 0.0, generator, clock)
     sampled = play(policy, task, rows, args, args.temperature, generator, clock)
@@ -455,10 +456,10 @@ def verdict_diagnostics(policy: Policy, task, sampled: list[Played], args: argpa
     return dict(flip=flip / count, credit_floor=floor / count)
 
 
-def make_rollouts(policy: Policy, task, played: list[Played], groups: list[int], args: argparse.Namespace) -> list[Rollout]:
+def make_rollouts(policy: Policy, task, played: list[Played], args: argparse.Namespace) -> list[Rollout]:
     return [Rollout(one.prefix, hindsight_ids(policy, task, one, args.hindsight, one.episode.reward == 1, args) if args.algo == "hp_rlvr" else [],
-                    one.tokens, one.action_mask, one.episode.reward, one.episode.truncated, group)
-            for one, group in zip(played, groups)]
+                    one.tokens, one.action_mask, one.episode.reward, one.episode.truncated, one.number // args.group_size)
+            for one in played]
 
 
 # --------------------------------------------------------------------------------------------------- looking at rollouts with credit
@@ -469,7 +470,7 @@ def inspect(policy: Policy, task, played: list[Played], baseline: float, args: a
     right = [one for one in played if one.episode.reward == 1][:4]
     wrong = [one for one in played if one.episode.reward == 0][:4]
     chosen = right + wrong
-    rollouts = make_rollouts(policy, task, chosen, list(range(len(chosen))), args)
+    rollouts = make_rollouts(policy, task, chosen, args)
     shown = []
     for one, rollout in zip(chosen, rollouts):
         mask = torch.tensor([rollout.action_mask], dtype=torch.float32, device=policy.device)
@@ -602,9 +603,9 @@ def open_run(args: argparse.Namespace) -> Path:
 def peak_memory_gb(device) -> float:
     """Of the GPU since the start, or of this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9, 3)
 
 
 METRICS = ("step", "reward_mean", "baseline", "grad_norm", "zero_gradient", "homogeneous_groups", "credit_mean", "credit_top20_share", "copy",
@@ -633,7 +634,84 @@ class Prompts:
 
 # ---------------------------------------------------------------------------------------------------------------------------- the loop
 
-def train(args: argparse.Namespace) -> None:
+@dataclass
+class Step:
+    """One step's batch of N rollouts with what was computed on the way. Tensors are [N] or [N, T]."""
+    played: list[Played]
+    dropped: int                    # prompts too long
+    rollouts: list[Rollout]
+    reward: torch.Tensor
+    group: torch.Tensor
+    mask: torch.Tensor              # 1 on tokens that are trained
+    baseline: float                 # from before this batch
+    credit: torch.Tensor | None     # c, P(y) and Q(y): None where the algorithm has none
+    prob: torch.Tensor | None
+    copied: torch.Tensor | None
+    update: dict | None             # of `update`; None where nothing was left to train on
+
+
+def train_step(policy: Policy, optimizer, task, rows: list[dict], baseline: EMABaseline, generator: torch.Generator, args: argparse.Namespace,
+               clock) -> Step:
+    """Sample, verify, baseline, hindsight view, credit, advantage, loss, optimiser step."""
+    # Sample one rollout for each prompt (grpo: a group of them). Verify: the task judges each turn as it is played.
+    rows = [row for row in rows for _ in range(args.group_size)]
+    played = play(policy, task, rows, args, args.temperature, generator, clock)
+    if not played:
+        raise UserError(f"no prompt of this step leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
+                        "raise the one or lower --max-new-tokens")
+    with clock("credit"):
+        rollouts = make_rollouts(policy, task, played, args)
+        reward = torch.tensor([rollout.reward for rollout in rollouts], device=policy.device)
+        group = torch.tensor([rollout.group for rollout in rollouts], device=policy.device)
+        mask = pad([rollout.action_mask for rollout in rollouts], policy.device)
+        if args.mask_truncated:
+            mask *= 1 - torch.tensor([[float(rollout.truncated)] for rollout in rollouts], device=policy.device)
+        batches = microbatches(rollouts, args.tokens_per_microbatch)
+
+        # Baseline: the value from before this batch.
+        before = baseline.value
+        baseline.update(reward.mean().item())
+
+        # Hindsight view and credit.
+        credit = prob = copied = weight = None
+        if args.algo in ("hp_rlvr", "surprisal"):
+            credit, prob, copied = score(policy, rollouts, batches, mask, args)
+            weight = scale_credit(credit, mask, args.credit_scale)
+
+    # Advantage, loss, optimiser step. A batch with nothing to train on makes none.
+    with clock("update"):
+        advantage = advantages(args.algo, weight, mask, reward, before, group)
+        result = update(policy, optimizer, rollouts, batches, advantage, mask, args) if mask.any() else None
+    return Step(played, len(rows) - len(played), rollouts, reward, group, mask, before, credit, prob, copied, result)
+
+
+def step_metrics(one: Step, args: argparse.Namespace) -> dict:
+    """What metrics.jsonl says of a step; null where a value is not defined."""
+    episodes = [played.episode for played in one.played]
+    count, trained, update = len(episodes), one.mask.bool(), one.update or dict(grad_norm=None, prob_mean=None, entropy=None)
+    generated = sum(sum(played.action_mask) for played in one.played)
+    metrics = dict.fromkeys(METRICS) | dict(
+        reward_mean=one.reward.mean().item(), baseline=one.baseline, **{name: finite(update[name]) for name in ("grad_norm", "prob_mean", "entropy")},
+        zero_gradient=one.update is None or update["grad_norm"] < 1e-12, response_tokens_mean=generated / count, generated_tokens=generated,
+        scored_tokens=0, truncated=sum(episode.truncated for episode in episodes) / count, prompts_dropped=one.dropped,
+        context_limit=sum(episode.ended == "context" for episode in episodes), verifier_failures=sum(episode.judge_failed for episode in episodes),
+        episode_turns_mean=sum(len(episode.responses) for episode in episodes) / count, won=sum(episode.reward == 1 for episode in episodes),
+        invalid_actions=sum(episode.invalid_actions for episode in episodes))
+    if args.algo == "grpo":
+        metrics["homogeneous_groups"] = homogeneous_groups(one.reward, one.group)
+    if one.credit is not None:
+        metrics["scored_tokens"] = sum(len(r.causal_prefix) + len(r.tokens) + (len(r.hindsight_prefix) + len(r.tokens)) * (one.copied is not None)
+                                       for r in one.rollouts)
+    if one.credit is not None and trained.any():
+        credit = one.credit[trained]
+        metrics |= dict(credit_mean=credit.mean().item(), credit_top20_share=top_share(credit),
+                        surprisal_corr=pearson(credit, surprisal_credit(one.prob[trained])),
+                        copy=one.copied[trained].mean().item() if one.copied is not None else None)
+    return metrics
+
+
+def train(args: argparse.Namespace) -> int:
+    """The whole run; returns the exit code."""
     torch.manual_seed(args.seed)
     task = make_task(args)
     out = open_run(args)
@@ -642,115 +720,57 @@ def train(args: argparse.Namespace) -> None:
     baseline = EMABaseline(args.baseline_decay)
     generator = torch.Generator(policy.device).manual_seed(args.seed)
     prompts = Prompts(task.train, args.seed)
-    start, skipped_steps, log = 0, 0, out / "metrics.jsonl"
+    done = skipped = bad_in_a_row = 0
     if args.resume:
-        start, skipped_steps = restore(out, policy, optimizer, baseline, generator, prompts)
+        done, skipped = restore(out, policy, optimizer, baseline, generator, prompts)
+    shown, warned, accuracy, floor = [], False, 0.0, None
 
-    def state(step):
-        return dict(step=step, model=policy.model.state_dict(), optimizer=optimizer.state_dict(), baseline=baseline.value, position=prompts.position,
-                    generator=generator.get_state(), torch_rng=torch.get_rng_state(), skipped_steps=skipped_steps)
-
-    stop = Interrupt()
-    clock, totals, evaluation, warned = Clock(), {}, {}, False
-    evaluation_rows = task.test[:args.eval_size]
-    bar = tqdm(range(start + 1, args.steps + 1), initial=start, total=args.steps, unit="step", mininterval=0.5)
-
-    def evaluation_step(step) -> dict:
-        metrics, sampled = evaluate(policy, task, evaluation_rows, args)
+    def evaluation(step: int) -> dict:
+        nonlocal shown, accuracy, floor
+        metrics, sampled = evaluate(policy, task, task.test[:args.eval_size], args)
+        accuracy, floor = metrics["eval_accuracy_sampled"], metrics["credit_floor"]
         shown = inspect(policy, task, sampled, baseline.value, args)
         write_credit_html(out / "credit.html", shown, f"{args.task}, {args.algo}, after step {step}")
-        evaluation.update(metrics, step=step, shown=shown)
-        evaluation.setdefault("first", metrics)
         return metrics
 
-    if start == 0:
-        append(log, dict.fromkeys(METRICS) | dict(step=0) | evaluation_step(0))
-
-    bad_in_a_row = 0
+    if not args.resume:
+        append(out / "metrics.jsonl", dict.fromkeys(METRICS) | dict(step=0) | evaluation(0))
+    stop, clock = Interrupt(), Clock()
+    bar = tqdm(range(done + 1, args.steps + 1), initial=done, total=args.steps, unit="step", mininterval=0.5)
     for step in bar:
-        # Sample: one rollout for each prompt (grpo: a group).
-        rows = [row for row in prompts.next(args.prompts_per_step) for _ in range(args.group_size)]
+        rows = prompts.next(args.prompts_per_step)
+        one = train_step(policy, optimizer, task, rows, baseline, generator, args, clock)
 
-        # Verify: the task judges each turn as it is played.
-        played = play(policy, task, rows, args, args.temperature, generator, clock)
-        dropped = len(rows) - len(played)
-        if not played:
-            raise UserError(f"no prompt of step {step} leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
-                            "raise the one or lower --max-new-tokens")
-        groups = [one.number // args.group_size for one in played]
-
-        # Baseline: the value from before this batch; updated once the batch is done.
-        with clock("credit"):
-            rollouts = make_rollouts(policy, task, played, groups, args)
-            reward = torch.tensor([rollout.reward for rollout in rollouts], device=policy.device)
-            mask = pad([rollout.action_mask for rollout in rollouts], policy.device)
-            if args.mask_truncated:
-                mask *= 1 - torch.tensor([[float(rollout.truncated)] for rollout in rollouts], device=policy.device)
-            batches = microbatches(rollouts, args.tokens_per_microbatch)
-
-            # Hindsight view and credit.
-            credit = prob = copied = weight = None
-            if args.algo in ("hp_rlvr", "surprisal"):
-                credit, prob, copied = score(policy, rollouts, batches, mask, args)
-                weight = scale_credit(credit, mask, args.credit_scale)
-
-        # Advantage, loss, step. A batch with nothing to train on makes no step.
-        with clock("update"):
-            group = torch.tensor(groups, device=policy.device)
-            advantage = advantages(args.algo, weight, mask, reward, baseline.value, group)
-            result = dict(grad_norm=None, prob_mean=None, entropy=None, skipped=True)
-            if mask.any():
-                result = update(policy, optimizer, rollouts, batches, advantage, mask, args)
-        before, mean_reward = baseline.value, reward.mean().item()
-        baseline.update(mean_reward)
-
-        # Everything below only reports.
-        bad_in_a_row = bad_in_a_row + 1 if result["skipped"] and result["grad_norm"] is not None else 0
-        skipped_steps += result["skipped"]
-        trained = mask.bool()
-        episodes = [one.episode for one in played]
-        generated = sum(sum(one.action_mask) for one in played)
-        scored = 0
-        if credit is not None:
-            scored = sum(len(r.causal_prefix) + len(r.tokens) + (len(r.hindsight_prefix) + len(r.tokens)) * (copied is not None) for r in rollouts)
-        has_credit = credit is not None and bool(trained.any())
-        norm = result["grad_norm"]
-        metrics = dict.fromkeys(METRICS) | dict(
-            step=step, reward_mean=mean_reward, baseline=before, grad_norm=finite(norm), zero_gradient=norm is None or norm < 1e-12,
-            homogeneous_groups=homogeneous_groups(reward, group) if args.algo == "grpo" else None,
-            prob_mean=finite(result["prob_mean"]), entropy=finite(result["entropy"]), response_tokens_mean=generated / len(played),
-            truncated=sum(episode.truncated for episode in episodes) / len(episodes), verifier_failures=sum(episode.judge_failed for episode in episodes),
-            prompts_dropped=dropped, context_limit=sum(episode.ended == "context" for episode in episodes), steps_skipped=skipped_steps, generated_tokens=generated, scored_tokens=scored,
-            episode_turns_mean=sum(len(episode.responses) for episode in episodes) / len(episodes),
-            invalid_actions=sum(episode.invalid_actions for episode in episodes), won=sum(episode.reward == 1 for episode in episodes),
-            **clock.take(), peak_memory_gb=round(peak_memory_gb(policy.device), 3))
-        if has_credit:
-            metrics |= dict(credit_mean=credit[trained].mean().item(), credit_top20_share=top_share(credit[trained]),
-                            copy=copied[trained].mean().item() if copied is not None else None,
-                            surprisal_corr=pearson(credit[trained], surprisal_credit(prob[trained])))
+        bad = one.update is not None and one.update["skipped"]
+        bad_in_a_row = bad_in_a_row + 1 if bad else 0
+        skipped += bad or one.update is None
+        metrics = step_metrics(one, args) | clock.take() | dict(step=step, steps_skipped=skipped, peak_memory_gb=peak_memory_gb(policy.device))
         if step == args.steps or args.eval_every and step % args.eval_every == 0:
-            metrics |= evaluation_step(step)
-        append(log, metrics)
-        for name in totals.keys() | {name for name in metrics if name.startswith("seconds_")}:
-            totals[name] = totals.get(name, 0.0) + metrics[name]
-        bar.set_description(f"reward {mean_reward:.2f}  accuracy {evaluation['eval_accuracy_sampled']:.2f}" if evaluation else f"reward {mean_reward:.2f}")
-        if not warned and args.algo == "hp_rlvr":
-            warned = warn(metrics, evaluation)
+            metrics |= evaluation(step)
+        append(out / "metrics.jsonl", metrics)
+        bar.set_description(f"reward {metrics['reward_mean']:.2f}  accuracy {accuracy:.2f}")
+        if args.algo == "hp_rlvr" and not warned:
+            warned = warn(metrics, floor)
         if bad_in_a_row == 3:
-            raise SystemExit("three steps in a row had a non-finite loss or gradient: look at --lr, at --dtype fp32, and at the model's own weights")
-        last = step == args.steps or stop.requested
-        if last or args.save_every and step % args.save_every == 0:
-            save_checkpoint(out, state(step))
+            print("train.py: the loss or the gradient was not finite in three steps in a row: look at --lr, --dtype fp32 and the model's own weights",
+                  file=sys.stderr)
+            return 1
+        if step == args.steps or stop.requested or args.save_every and step % args.save_every == 0:
+            save_checkpoint(out, dict(step=step, model=policy.model.state_dict(), optimizer=optimizer.state_dict(), baseline=baseline.value,
+                                      generator=generator.get_state(), torch_rng=torch.get_rng_state(), position=prompts.position, skipped=skipped))
         if stop.requested:
             break
     bar.close()
     task.close()
     save_model(out, policy)
-    report(args, out, evaluation, totals, stop.requested)
+    report(args, out, shown)
+    if stop.requested:
+        print(f"interrupted: saved; go on with: python train.py --resume {out}")
+    return 130 if stop.requested else 0
 
 
 def restore(out: Path, policy: Policy, optimizer, baseline: EMABaseline, generator: torch.Generator, prompts: Prompts) -> tuple[int, int]:
-    """Load checkpoint/state.pt into everything that moves, and cut metrics.jsonl back to its step."""
+    """Load checkpoint/state.pt into everything that moves, and cut metrics.jsonl back to its step: (steps done, steps skipped)."""
     try:
         saved = torch.load(out / "checkpoint" / "state.pt", map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -760,10 +780,9 @@ def restore(out: Path, policy: Policy, optimizer, baseline: EMABaseline, generat
     baseline.value, prompts.position = saved["baseline"], saved["position"]
     generator.set_state(saved["generator"])
     torch.set_rng_state(saved["torch_rng"])
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= saved["step"]]
-    write_atomically(out / "metrics.jsonl", "".join(line + "\n" for line in kept))
-    return saved["step"], saved["skipped_steps"]
+    kept = [line for line in read_metrics(out) if line["step"] <= saved["step"]]
+    write_atomically(out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+    return saved["step"], saved["skipped"]
 
 
 class Interrupt:
@@ -784,16 +803,20 @@ def append(path: Path, metrics: dict) -> None:
         file.write(json.dumps(metrics, allow_nan=False) + "\n")
 
 
+def read_metrics(out: Path) -> list[dict]:
+    """The lines of metrics.jsonl; one that was cut off by a kill is left out."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+
+
 def finite(value: float | None) -> float | None:
     return value if value is not None and abs(value) < float("inf") else None  # NaN fails the comparison too
 
 
-def warn(metrics: dict, evaluation: dict) -> bool:
+def warn(metrics: dict, floor: float | None) -> bool:
     """Say once when the credit is not what the method claims it to be."""
-    floor = evaluation.get("credit_floor")
     if metrics["surprisal_corr"] is not None and metrics["surprisal_corr"] > 0.9:
         tqdm.write(f"note: credit correlates {metrics['surprisal_corr']:.2f} with plain surprisal: this model's hindsight view copies the attempt, "
-                   "and --algo surprisal gives the same weights without a hindsight pass", file=sys.stderr)
+                   "and --algo surprisal gives nearly the same weights without a hindsight pass", file=sys.stderr)
         return True
     if metrics["credit_mean"] is not None and floor and metrics["credit_mean"] < 2 * floor:
         tqdm.write(f"note: mean credit {metrics['credit_mean']:.4f} is near its floor {floor:.4f}, what any change of prompt does: "
@@ -802,31 +825,40 @@ def warn(metrics: dict, evaluation: dict) -> bool:
     return False
 
 
-def report(args: argparse.Namespace, out: Path, evaluation: dict, totals: dict, interrupted: bool) -> None:
+def report(args: argparse.Namespace, out: Path, shown: list[dict]) -> None:
     """What happened, in a few lines, with one right and one wrong rollout."""
-    for one in [next((one for one in evaluation.get("shown", []) if one["reward"] == reward), None) for reward in (1, 0)]:
-        if one is not None:
-            print(f"\n{'CORRECT' if one['reward'] == 1 else 'INCORRECT'} (R - b = {one['advantage']:+.2f}), tokens by credit:\n{shade(one, sys.stdout.isatty())}")
-    print()
-    if evaluation:
-        first = evaluation["first"]
-        print(f"{args.algo} on {args.task}, accuracy on {args.eval_size} held-out rows: sampled {first['eval_accuracy_sampled']:.3f} -> "
-              f"{evaluation['eval_accuracy_sampled']:.3f}, greedy {first['eval_accuracy']:.3f} -> {evaluation['eval_accuracy']:.3f} (step {evaluation['step']})")
+    for word, reward in (("CORRECT", 1), ("INCORRECT", 0)):
+        for one in [one for one in shown if one["reward"] == reward][:1]:
+            print(f"\n{word} (R - b = {one['advantage']:+.2f}), tokens by credit:\n{shade(one, sys.stdout.isatty())}")
+    lines = read_metrics(out)
+    evaluations = [line for line in lines if "eval_accuracy" in line]
+    first, last = evaluations[0], evaluations[-1]
+    print(f"\n{args.algo} on {args.task}, {args.eval_size} held-out rows, step {first['step']} -> {last['step']}: sampled accuracy "
+          f"{first['eval_accuracy_sampled']:.3f} -> {last['eval_accuracy_sampled']:.3f}, greedy {first['eval_accuracy']:.3f} -> {last['eval_accuracy']:.3f}")
+    totals = {phase: sum(line[f"seconds_{phase}"] or 0 for line in lines) for phase in ("rollout", "verify", "credit", "update")}
     whole = sum(totals.values()) or 1.0
-    print("time: " + ", ".join(f"{name.removeprefix('seconds_')} {value:.0f} s ({value / whole:.0%})" for name, value in sorted(totals.items())))
-    print(f"in {out}: metrics.jsonl, credit.html, model/ (load it with --model {out / 'model'}), checkpoint/")
-    if interrupted:
-        print(f"interrupted: saved; go on with python train.py --resume {out}")
+    print("time: " + ", ".join(f"{phase} {seconds:.0f} s ({seconds / whole:.0%})" for phase, seconds in totals.items()))
+    print(f"in {out}: metrics.jsonl, credit.html, checkpoint/ (--resume {out}), model/ (--model {out / 'model'})")
 
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        args = parse_args(argv)
-        train(args)
+        return train(parse_args(argv))
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    return 0
+    except torch.cuda.OutOfMemoryError:
+        print("train.py: out of GPU memory: lower --tokens-per-microbatch (forward and backward), --prompts-per-step, --group-size or "
+              "--max-new-tokens (the cache while sampling); go on from the last checkpoint with --resume", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        print(f"train.py: cannot write: {error.strerror}; what was saved stays as it was, go on with --resume once there is room", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train.py: interrupted; what was not in a checkpoint is lost", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
