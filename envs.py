@@ -393,7 +393,7 @@ class Games:
     max_turns: Callable[[dict], int]
     opening: str = ""      # said once, before the first observation
     reminder: str = ""     # said last in every turn: the form of the answer
-    parallel: bool = False # engines in processes of their own: worth a thread each while they work
+    parallel: bool = False  # engines in processes of their own: worth a thread each while they work
     check: str = EPISODE_PLAYED
     engines: list = field(default_factory=list)
     playing: list[Episode] = field(default_factory=list)
@@ -648,7 +648,7 @@ class Household(Games):
             else:
                 decisions.append(choose(number // 2, next(room for room in ROOMS.values() if place in room)))
                 thought, action = f"bring {item} to {decisions[-1]}", f"move {item} to {decisions[-1]}"
-            response = (f"{rng.choice(HOUSEHOLD_OPENERS)} {rng.choice(HOUSEHOLD_VERBS)} {rng.choice(HOUSEHOLD_WAYS)} {thought}.\nAction: {action}")
+            response = f"{rng.choice(HOUSEHOLD_OPENERS)} {rng.choice(HOUSEHOLD_VERBS)} {rng.choice(HOUSEHOLD_WAYS)} {thought}.\nAction: {action}"
             turns.append((message, response))
             [message] = self.step([episode], [response], [True])
             if message is None:
@@ -695,7 +695,7 @@ class Household(Games):
 
 
 def household_rows(objects: int, seed: int) -> list[dict]:
-    """All games of `objects` (1 to 3) objects, each of which belongs in another room, in seeded order: 18, 216 or 1,296."""
+    """All games of `objects` objects, each of which belongs in another room, in seeded order: 216 with two objects, 1,296 with three."""
     in_room = [[[item, place] for place in room for item in BELONGINGS[place]] for room in ROOMS.values()]
     rows = [dict(moves=list(moves)) for rooms in itertools.permutations(in_room, objects) for moves in itertools.product(*rooms)]
     random.Random(f"household-{seed}").shuffle(rows)
@@ -703,7 +703,12 @@ def household_rows(objects: int, seed: int) -> list[dict]:
 
 
 def household(objects: int, seed: int, drop: float = 0.6) -> Household:
-    """Two turns an object, and not one to spare: a wrong decision costs the episode. The habit succeeds with (1 - drop) ** objects."""
+    """Two turns an object, and not one to spare: a wrong decision costs the episode. The habit succeeds with (1 - drop) ** objects.
+
+    Two objects or three. With one, the games held out would be about objects never seen in training, and to keep what was CORRECT or change what
+    was INCORRECT would both mean to do the right thing, so that a policy need not read the verdict.
+    """
+    assert objects in (2, 3) and 0 < drop < 1
     rows = household_rows(objects, seed)
     split = len(rows) - len(rows) // 5
     return Household("household", rows[:split], rows[split:], HouseholdEngine, lambda row: 2 * len(row["moves"]),

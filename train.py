@@ -53,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--task", choices=list(TASK_DEFAULTS), help="(default: sums)")
     what.add_argument("--data", help="training data: a folder with train/test files, one file, or a data-set id (default: the task's usual one)")
     what.add_argument("--eval-data", help="evaluation data, likewise (default: the test split of --data)")
-    what.add_argument("--columns", type=int, help="difficulty of the built-in tasks: digits of a sum (default: 3), objects of a household (1 to 3; 1)")
+    what.add_argument("--columns", type=int, help="difficulty of the built-in tasks: digits of a sum (default: 3), objects of a household (2 or 3; 2)")
     what.add_argument("--thinking", action="store_true", default=None, help="turn the chat template's thinking mode on (default: off)")
     how = parser.add_argument_group("the algorithm")
     how.add_argument("--algo", choices=["hp_rlvr", "grpo", "reinforce", "surprisal"], help="(default: hp_rlvr)")
@@ -119,10 +119,10 @@ def complete_args(args: argparse.Namespace) -> None:
         raise UserError("--optimizer adamw8bit keeps its weights in bf16: leave out --dtype fp32")
     for name, value in TASK_DEFAULTS[args.task].items():
         default(name, value)
-    default("columns", 3 if args.task == "sums" else 1)
+    default("columns", 2 if args.task == "household" else 3)
     default("max_new_tokens", 26 * args.columns + 16)
     default("out", f"runs/{args.task}-{args.algo}-{time.strftime('%Y%m%d-%H%M%S')}")
-    for name in ("steps", "prompts_per_step", "max_new_tokens", "group_size", "eval_size", "tokens_per_microbatch", "columns"):
+    for name in ("steps", "prompts_per_step", "max_new_tokens", "group_size", "eval_size", "tokens_per_microbatch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     for name in ("eval_every", "save_every"):
@@ -134,9 +134,9 @@ def complete_args(args: argparse.Namespace) -> None:
                             (" (greedy sampling has no law to learn from; evaluations include a greedy one)" if name == "temperature" else ""))
     if not 0 <= args.baseline_decay < 1:
         raise UserError(f"--baseline-decay must lie in [0, 1), not {args.baseline_decay:g}")
-    most = len(envs.ROOMS) if args.task == "household" else len(envs.PLACES)
-    if args.columns > most:
-        raise UserError(f"--columns must be at most {most} for --task {args.task}")
+    least, most = (2, len(envs.ROOMS)) if args.task == "household" else (1, len(envs.PLACES))
+    if not least <= args.columns <= most:
+        raise UserError(f"--columns must be {least} to {most} for --task {args.task}, not {args.columns}")
     if args.algo == "grpo" and args.group_size < 2:
         raise UserError("--algo grpo compares rollouts of one prompt: --group-size must be at least 2")
     if args.model == "tiny" and args.task not in ("sums", "household"):
