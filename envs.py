@@ -305,7 +305,7 @@ def write_sum(row: dict, decide: Callable[[int], bool], rng: random.Random) -> t
     return "\n".join(lines) + f"\n#### {written}", decisions
 
 
-def sums(columns: int, seed: int, n_train: int = 4000, n_test: int = 500) -> Sums:
+def sums(columns: int, seed: int = 0, n_train: int = 4000, n_test: int = 500) -> Sums:
     """Random additions of two numbers with `columns` digits, all different: four fifths or more to train on, the rest held out."""
     rng = random.Random(f"sums-{seed}")
     low, count = 10 ** (columns - 1), 9 * 10 ** (columns - 1)  # no leading zeros
@@ -694,7 +694,7 @@ class Household(Games):
                 return decisions
 
 
-def household_rows(objects: int, seed: int) -> list[dict]:
+def household_rows(objects: int, seed: int = 0) -> list[dict]:
     """All games of `objects` objects, each of which belongs in another room, in seeded order: 216 with two objects, 1,296 with three."""
     in_room = [[[item, place] for place in room for item in BELONGINGS[place]] for room in ROOMS.values()]
     rows = [dict(moves=list(moves)) for rooms in itertools.permutations(in_room, objects) for moves in itertools.product(*rooms)]
@@ -702,7 +702,7 @@ def household_rows(objects: int, seed: int) -> list[dict]:
     return rows
 
 
-def household(objects: int, seed: int, drop: float = 0.6) -> Household:
+def household(objects: int, seed: int = 0, drop: float = 0.6) -> Household:
     """Two turns an object, and not one to spare: a wrong decision costs the episode. The habit succeeds with (1 - drop) ** objects.
 
     Two objects or three. With one, the games held out would be about objects never seen in training, and to keep what was CORRECT or change what
@@ -710,7 +710,7 @@ def household(objects: int, seed: int, drop: float = 0.6) -> Household:
     """
     assert objects in (2, 3) and 0 < drop < 1
     rows = household_rows(objects, seed)
-    split = len(rows) - len(rows) // 5
+    split = len(rows) - len(rows) // 3
     return Household("household", rows[:split], rows[split:], HouseholdEngine, lambda row: 2 * len(row["moves"]),
                      opening="Answer with a thought and a line `Action: <action>`.\n\n", reminder="Action?", drop=drop)
 
