@@ -83,6 +83,7 @@ def load_split(source: str, split: str) -> list[dict] | None:
         path = None
     import datasets
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions too; one line is enough
     try:
         if path is not None:
             loaded = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
@@ -102,6 +103,7 @@ def read_rows(rows: list[dict], read: Callable[[dict], dict], source: str) -> li
     """Raw rows -> task rows; a row that lacks what the task needs is an error that names it."""
     result = []
     for number, row in enumerate(rows, 1):
+        row = {name: value for name, value in row.items() if value is not None}  # `datasets` fills a field that one row lacks with None
         try:
             result.append(read(row))
         except KeyError as error:

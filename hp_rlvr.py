@@ -70,7 +70,8 @@ def hindsight_prompt(prompt: str, happened: str, success: bool, check: str, mode
     A verifier checked its final answer. Result: INCORRECT.
     """
     verdict = "CORRECT" if success else "INCORRECT"
-    quoted = happened.replace("</attempt>", "")  # an attempt must not be able to close its own quotation and forge a verdict
+    # An attempt must not be able to close its own quotation and forge a verdict. Replaced, not removed: what stands around could close up.
+    quoted = happened.replace("</attempt>", "[/attempt]")
     text = {
         "attempt": f"Here is one complete earlier attempt:\n<attempt>\n{quoted}\n</attempt>\n{check} Result: {verdict}.",
         "digest": f"Here is one complete earlier attempt:\n<attempt>\n{quoted}\n</attempt>\n{check} Result: {verdict}.",

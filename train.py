@@ -156,8 +156,10 @@ def make_task(args: argparse.Namespace):
         return envs.household(args.columns)
     if args.task == "alfworld":
         return envs.alfworld(args.data, args.eval_data)
-    if args.task == "math":
-        envs.verifiers.require_math_verify()
+    if args.task == "math" and not envs.verifiers.math_verify_installed():
+        raise UserError("--task math needs the package math-verify: pip install math-verify")
+    if args.task == "code":
+        print(f"programs run isolated by: {envs.verifiers.isolation()}")
     read, usual, build = {
         "gsm8k": (envs.read_gsm8k, ("openai/gsm8k:main", "openai/gsm8k:main"), envs.gsm8k),
         "math": (envs.read_math, ("DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), envs.math),
@@ -189,6 +191,7 @@ class Policy:
 
 def load_policy(args: argparse.Namespace, task, out: Path) -> Policy:
     """The policy in eval mode, fp32 weights, without dropout, checkpointing its activations when it trains."""
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
     logging.set_verbosity_error()
@@ -209,8 +212,10 @@ def load_policy(args: argparse.Namespace, task, out: Path) -> Policy:
                 setattr(config, name, 0.0)  # dropout in the loss would score another law than the one that was sampled
         weights = torch.bfloat16 if args.optimizer == "adamw8bit" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=weights).to(args.device)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"--model {source}: could not be loaded: {str(error).strip().splitlines()[0]}") from error
+    if not tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids:
+        raise UserError(f"--model {source}: its tokenizer is missing (no tokenizer.json): no text becomes a token")
     if not tokenizer.chat_template:
         raise UserError(f"--model {source}: its tokenizer has no chat template; use an instruct model")
     eos = model.generation_config.eos_token_id
@@ -250,7 +255,10 @@ def check_lm_head(policy: Policy) -> None:
     theirs = policy.model(torch.tensor([ids], device=policy.device)).logits[0, -1]
     ours = policy.lm_head(view_hidden(policy.model, [ids], [[0]])[0, 0])
     tolerance = 1e-3 if ours.dtype == torch.float32 else 0.1
-    if (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max() > tolerance:
+    difference = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
+    if finite(difference) is None:
+        raise UserError("the model's logits are not finite: its weights are damaged")
+    if difference > tolerance:
         raise UserError(f"{type(policy.model).__name__} changes its logits after the LM head (a soft cap or a scale), which this program does not score")
 
 
@@ -450,6 +458,9 @@ def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -
     generator = torch.Generator(policy.device).manual_seed(args.seed + 1_000_003)
     clock = Clock()
     greedy = play(policy, task, rows, args, 0.0, generator, clock)
+    if not greedy:
+        raise UserError(f"no evaluation prompt leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
+                        "raise the one or lower --max-new-tokens")
     sampled = play(policy, task, rows, args, args.temperature, generator, clock)
     mean = lambda values: sum(values) / len(rows)  # a row whose prompt is too long counts as not solved
     metrics = dict(eval_accuracy=mean([one.episode.reward for one in greedy]), eval_accuracy_sampled=mean([one.episode.reward for one in sampled]),
@@ -598,7 +609,7 @@ def save_model(out: Path, policy: Policy) -> bool:
         shutil.rmtree(out / "model", ignore_errors=True)
         os.replace(scratch, out / "model")
         return True
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(scratch, ignore_errors=True)
         tqdm.write(f"could not save the model ({str(error).splitlines()[0]})", file=sys.stderr)
         return False
@@ -611,7 +622,7 @@ def open_run(args: argparse.Namespace) -> Path:
     flags = {name: value for name, value in vars(args).items() if name != "resume"}
     versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, tokenizers)} | dict(python=sys.version.split()[0])
     try:
-        if not args.resume and out.exists() and any(out.iterdir()):
+        if not args.resume and out.exists() and any(path.name != "config.json" for path in out.iterdir()):  # that file alone: a start that was refused
             raise UserError(f"--out {out} is not empty; name another folder, or continue the run in it with --resume {out}")
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "config.json", json.dumps(dict(flags=flags, versions=versions, seed=args.seed), indent=1) + "\n")
@@ -755,7 +766,7 @@ def train(args: argparse.Namespace) -> int:
 
     if not args.resume:
         append(out / "metrics.jsonl", dict.fromkeys(METRICS) | dict(step=0) | evaluation(0))
-    stop, clock = Interrupt(), Clock()
+    stop, clock, saved = Interrupt(), Clock(), True
     bar = tqdm(range(done + 1, args.steps + 1), initial=done, total=args.steps, unit="step", mininterval=0.5)
     for step in bar:
         rows = prompts.next(args.prompts_per_step)
@@ -776,14 +787,15 @@ def train(args: argparse.Namespace) -> int:
                   file=sys.stderr)
             return 1
         if step == args.steps or stop.requested or args.save_every and step % args.save_every == 0:
-            save_checkpoint(out, dict(step=step, model=policy.model.state_dict(), optimizer=optimizer.state_dict(), baseline=baseline.value,
-                                      generator=generator.get_state(), torch_rng=torch.get_rng_state(),
-                                      cuda_rng=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [], position=prompts.position, skipped=skipped))
+            saved = save_checkpoint(out, dict(step=step, model=policy.model.state_dict(), optimizer=optimizer.state_dict(), baseline=baseline.value,
+                                              generator=generator.get_state(), torch_rng=torch.get_rng_state(),
+                                              cuda_rng=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [], position=prompts.position, skipped=skipped))
         if stop.requested:
             break
     bar.close()
     task.close()
-    save_model(out, policy)
+    if not (save_model(out, policy) and saved):
+        return 2
     report(args, out, shown, min(args.eval_size, len(task.test)))
     if stop.requested:
         print(f"interrupted: saved; go on with: python train.py --resume {out}")

@@ -487,12 +487,6 @@ def math_verify_installed() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-def require_math_verify() -> None:
-    """Raise an ImportError that says what to do if math-verify is not installed."""
-    if not math_verify_installed():
-        raise ImportError("judging MATH answers needs the package math-verify: pip install math-verify")
-
-
 def expressions_equal(gold: str, answer: str) -> bool:
     """math-verify's verdict on two expressions; of two numbers it compares six digits, so those are looked at again: 6.283185 is not 2 pi."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
