@@ -57,46 +57,48 @@ class Episode:
 def load_split(source: str, split: str) -> list[dict] | None:
     """Rows of one split ("train" or "test") of `source`; None where the source has no such split.
 
-    source: a folder with train.* / test.* files, one data file (all of it counts as "train"), or a data-set id on the hub, `name` or
-    `name:config`. Files: .jsonl, .json, .parquet or .csv.
+    source: a folder with train* / test* files, one data file (which counts as "train" unless its name says test), or a data-set id on the hub,
+    `name` or `name:config`. Files: .jsonl, .json, .parquet or .csv.
     """
     kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-    path = Path(source)
+    split_of = lambda file: next((name for name in ("train", "test") if re.match(rf"{name}(?![a-z])", file.stem)), None)  # train-00000-of-00001
+    path, files = Path(source), []
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in kinds)
-        if not files:
-            raise UserError(f"--data {source}: no .jsonl, .json, .parquet or .csv file in this folder")
-        named = [file for file in files if file.stem == split]
-        if not named and len(files) == 1 and files[0].stem not in ("train", "test"):
-            named = files if split == "train" else []
-        if not named:
-            return None
-        path = named[0]
+        found = sorted(file for file in path.iterdir() if file.suffix in kinds)
+        if not found:
+            raise UserError(f"{source}: no .jsonl, .json, .parquet or .csv file in this folder")
+        if len(found) > 1 and not any(map(split_of, found)):
+            raise UserError(f"{source}: several files, and none is called train.* or test.*; name the one to use")
+        files = [file for file in found if split_of(file) == split or len(found) == 1 and split_of(file) is None and split == "train"]
+        if len({file.suffix for file in files}) > 1:
+            raise UserError(f"{source}: its {split} files are of more than one format")
     elif path.is_file():
         if path.suffix not in kinds:
             raise UserError(f"{source}: a data file ends in {', '.join(kinds)}")
-        if split == "test":
-            return None
+        files = [path] * ((split_of(path) or "train") == split)
     elif path.suffix in kinds or source.startswith((".", "/", "~")):
         raise UserError(f"{source}: no such data file or folder")
-    else:
-        path = None
+    if path.exists() and not files:
+        return None
+    import logging
+
     import datasets
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions too; one line is enough
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        if path is not None:
-            loaded = datasets.load_dataset(kinds[path.suffix], data_files=str(path), split="train")
+        if files:
+            loaded = datasets.load_dataset(kinds[files[0].suffix], data_files=list(map(str, files)), split="train")
         else:
             name, _, config = source.partition(":")
-            splits = datasets.get_dataset_split_names(name, config or None)
-            if split not in splits:
+            if split not in datasets.get_dataset_split_names(name, config or None):
                 return None
             loaded = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # the library's own errors are many and long; the cause is in the last one's first line
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
-        raise UserError(f"could not load data {source!r}: {reason} (a local folder or file: --data PATH)") from error
-    return [dict(row) for row in loaded]
+        return [dict(row) for row in loaded]
+    except Exception as error:  # the library's own errors are many and long; the cause is in the first line of the last one
+        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it holds no rows"
+        where = "" if files else "; nothing of this name is a local file or folder either (--data PATH)"
+        raise UserError(f"could not load data {source!r}: {reason}{where}") from error
 
 
 def read_rows(rows: list[dict], read: Callable[[dict], dict], source: str) -> list[dict]:
@@ -108,8 +110,8 @@ def read_rows(rows: list[dict], read: Callable[[dict], dict], source: str) -> li
             result.append(read(row))
         except KeyError as error:
             raise UserError(f"{source}: row {number} has no field {error} (it has: {', '.join(row)})") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{source}: row {number}: {error}") from None
+        except (ValueError, TypeError, AttributeError, IndexError, SyntaxError) as error:
+            raise UserError(f"{source}: row {number} cannot be used: {error}") from None
     return result
 
 
@@ -121,6 +123,8 @@ def load_rows(read: Callable, usual: tuple[str, str], data: str | None, eval_dat
     are held out. Data that has only a test split is never trained on.
     """
     source = data or usual[0]
+    if data and eval_data and Path(data).resolve() == Path(eval_data).resolve() and Path(data).is_file():
+        raise UserError(f"--data and --eval-data are the same file, {data}: leave out --eval-data, and some of its rows are held out")
     train = load_split(source, "train")
     if train is None:
         raise UserError(f"{source} holds test data only, which is never trained on: give training data with --data, and this with --eval-data")
@@ -181,14 +185,20 @@ class SingleTurn:
 EQUATION = re.compile(r"[\d$(][\d\s.,$%+\-*/×÷x()]{0,80}[\d)%]\s*=\s*-?\$?\d[\d.,]*")
 
 
-def calculation_digest(response: str, answer: str | None) -> str:
-    """The calculations and the final answer of a worked solution.
+LATEX_ARITHMETIC = ((r"\\(?:times|cdot)\b", "*"), (r"\\div\b", "/"), (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)"),
+                    (r"\\boxed\{([^{}]*)\}", r"\1"), (r"\\(?:left|right)\b|\\[()\[\],;! ]", " "), (r"\\([%$])", r"\1"))
 
-    >>> print(calculation_digest("We have 2 + 3 = 5, and so 5*4=20 in all.", "20"))
-    Calculations: 2 + 3 = 5; 5*4=20.
+
+def calculation_digest(response: str, answer: str | None) -> str:
+    r"""The calculations, LaTeX or plain, and the final answer of a worked solution.
+
+    >>> print(calculation_digest(r"We have \(2 + 3 = 5\), and so $5 \times 4 = \boxed{20}$ in all.", "20"))
+    Calculations: 2 + 3 = 5; 5 * 4 = 20.
     Final answer: 20
     """
-    found = [" ".join(match.group().rstrip(".,").split()) for match in EQUATION.finditer(response)]
+    for latex, plain in LATEX_ARITHMETIC:
+        response = re.sub(latex, plain, response)
+    found = [" ".join(match.group().replace("$", "").rstrip(".,").split()) for match in EQUATION.finditer(response)]
     return f"Calculations: {'; '.join(found[:12]) or 'none'}.\nFinal answer: {answer if answer is not None else 'none'}"
 
 
@@ -198,21 +208,21 @@ def gsm8k_digest(response: str) -> str:
 
 def read_gsm8k(row: dict) -> dict:
     """A GSM8K row -> prompt and gold. A question that says itself how to answer ("Answer with ...") is asked as it stands."""
-    question = row["question"].strip()
+    question = str(row["question"]).strip()
     form = "" if "Answer with" in question else "\n\nReason step by step, and put the final number within \\boxed{}."
-    return dict(prompt=question + form, gold=verifiers.gold_gsm8k(row["answer"]))
+    return dict(prompt=question + form, gold=verifiers.gold_gsm8k(str(row["answer"])))
 
 
 def read_math(row: dict) -> dict:
     """A MATH row -> prompt and gold: field "answer" where there is one, else the last box of "solution"."""
-    gold = row["answer"] if row.get("answer") else verifiers.gold_math(row["solution"])
+    gold = str(row["answer"]) if row.get("answer") not in (None, "") else verifiers.gold_math(row["solution"])
     return dict(prompt=row["problem"].strip() + "\n\nReason step by step, and put the final answer within \\boxed{}.", gold=gold)
 
 
 def read_code(row: dict) -> dict:
     """An MBPP or HumanEval row -> prompt and hidden tests. The prompt names the function and shows one example test."""
     if "entry_point" in row:  # HumanEval: the signature with its docstring is the whole specification
-        text = f"Complete this Python function. Give the whole function in one ```python block.\n\n```python\n{row['prompt'].strip()}\n```"
+        text = f"Complete this program. Give the whole of it, with its imports and helper functions, in one ```python block.\n\n```python\n{row['prompt'].strip()}\n```"
         return dict(prompt=text, tests=[f"{row['test']}\ncheck({row['entry_point']})"])
     text = row["text"] if "text" in row else row["prompt"]  # MBPP's sanitised version calls it prompt
     called = [node.func.id for node in ast.walk(ast.parse(row["test_list"][0])) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
@@ -220,7 +230,7 @@ def read_code(row: dict) -> dict:
     name = next((name for name in called if name in defined), None)
     if name is None:
         raise ValueError("its first test calls no function that its reference code defines")
-    setup = [row["test_setup_code"]] if row.get("test_setup_code") else []
+    setup = list(row.get("test_imports") or []) + ([row["test_setup_code"]] if row.get("test_setup_code") else [])
     prompt = (f"{text.strip()}\nThe function is called `{name}`. For example, it must pass this test:\n\n{row['test_list'][0]}\n\n"
               "Give the whole program in one ```python block.")
     return dict(prompt=prompt, tests=setup + row["test_list"])
@@ -503,7 +513,7 @@ class AlfworldEngine:
             answer = ""
         finally:
             watchdog.cancel()
-        if not answer:
+        if not answer.endswith("\n"):
             raise EngineFailed(f"the engine's process died ({request[0]} {request[1]})")
         answer = json.loads(answer)
         if isinstance(answer, str):
@@ -721,6 +731,11 @@ def household(objects: int, seed: int = 0, drop: float = 0.6) -> Household:
 
 def render(tokenizer, messages: list[dict], thinking: bool) -> str:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=thinking)
+
+
+def opens_thinking(tokenizer, thinking: bool) -> bool:
+    """Does the template's generation prompt itself open the thinking part, so that a response begins inside it?"""
+    return render(tokenizer, [dict(role="user", content="?")], thinking).rstrip().endswith("<think>")
 
 
 def strip_special(tokenizer, text: str) -> str:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 128  # positions projected through the LM head at once: 128 x 151,936 logits are 78 MB in fp32, a whole 2,048-token view is 1.25 GB
+CHUNK = 256  # positions projected through the LM head at once: 256 x 151,936 logits are 156 MB in fp32, a whole 2,048-token view is 1.25 GB
 
 
 # ------------------------------------------------------------------------------------------------------------------------------ data

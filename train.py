@@ -14,6 +14,7 @@ import errno
 import html
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -72,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--optimizer", choices=["adamw", "adamw8bit"], help="adamw8bit (package torchao): bf16 weights with stochastic rounding, "
                        "8-bit moments, a third of the memory (default: adamw)")
     steps.add_argument("--tokens-per-microbatch", type=int, help="padded tokens in one forward pass; less needs less memory (default: 16384)")
-    steps.add_argument("--dtype", choices=["fp32", "bf16"], help="of the forward pass; weights stay fp32 (default: bf16 on a GPU, else fp32)")
+    steps.add_argument("--dtype", choices=["fp32", "bf16"], help="of the forward pass; adamw's weights stay fp32 (default: bf16 on a GPU, else fp32)")
     steps.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
     run = parser.add_argument_group("the run")
     run.add_argument("--seed", type=int, help="(default: 0)")
@@ -92,7 +93,7 @@ def resume_args(given: argparse.Namespace) -> argparse.Namespace:
     """The flags of the run in --resume; flags given beside it may only change what does not change the run."""
     try:
         flags = json.loads(Path(given.resume, "config.json").read_text())["flags"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"--resume {given.resume}: no run there (config.json is missing or broken)") from None
     for name, value in vars(given).items():
         if name == "resume" or value is None or flags.get(name) == value:
@@ -101,7 +102,7 @@ def resume_args(given: argparse.Namespace) -> argparse.Namespace:
             raise UserError(f"--resume: --{name.replace('_', '-')} was {flags.get(name)!r} in this run and cannot become {value!r}; "
                             f"only {', '.join(sorted(RESUME_MAY_CHANGE))} may change")
         flags[name] = value
-    return argparse.Namespace(**flags | dict(resume=given.resume, out=given.resume))
+    return argparse.Namespace(**dict.fromkeys(vars(given)) | flags | dict(resume=given.resume, out=given.resume))
 
 
 def complete_args(args: argparse.Namespace) -> None:
@@ -132,9 +133,15 @@ def complete_args(args: argparse.Namespace) -> None:
         if not 0 < getattr(args, name) < float("inf"):
             raise UserError(f"--{name} must be a positive number, not {getattr(args, name):g}" +
                             (" (greedy sampling has no law to learn from; evaluations include a greedy one)" if name == "temperature" else ""))
+    if not 1e-3 <= args.temperature <= 100 or args.lr >= 1:
+        raise UserError(f"--temperature must lie in [0.001, 100] and --lr below 1, not {args.temperature:g} and {args.lr:g}")
+    if not 0 <= args.seed < 1 << 62:
+        raise UserError(f"--seed must lie in [0, 2^62), not {args.seed}")
+    if args.task in ("sums", "household") and (args.data or args.eval_data):
+        raise UserError(f"--task {args.task} makes its own rows: leave out --data, or name the task that the data is for, e.g. --task gsm8k")
     if not 0 <= args.baseline_decay < 1:
         raise UserError(f"--baseline-decay must lie in [0, 1), not {args.baseline_decay:g}")
-    least, most = (2, len(envs.ROOMS)) if args.task == "household" else (1, len(envs.PLACES))
+    least, most = 2, len(envs.ROOMS) if args.task == "household" else len(envs.PLACES)
     if not least <= args.columns <= most:
         raise UserError(f"--columns must be {least} to {most} for --task {args.task}, not {args.columns}")
     if args.algo == "grpo" and args.group_size < 2:
@@ -142,7 +149,7 @@ def complete_args(args: argparse.Namespace) -> None:
     if args.model == "tiny" and args.task not in ("sums", "household"):
         raise UserError(f"the built-in policy knows only sums and household; for --task {args.task} name a model, e.g. --model Qwen/Qwen3-1.7B")
     try:
-        torch.empty(1, device=args.device)
+        torch.empty(1, device=args.device).item()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
 
@@ -184,9 +191,12 @@ class Policy:
     def lm_head(self):
         return self.model.get_output_embeddings()
 
-    def autocast(self):
-        """fp32 weights, bf16 arithmetic. A step of learning rate 1e-6 is below half a bf16 ulp of most weights: stored in bf16 they never move."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype == torch.bfloat16)
+    def autocast(self, cache: bool = True):
+        """fp32 weights, bf16 arithmetic. A step of learning rate 1e-6 is below half a bf16 ulp of most weights: stored in bf16 they never move.
+
+        With gradients, cache must be False: else all chunks share one bf16 copy of the LM head and their gradients are summed in bf16.
+        """
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype == torch.bfloat16, cache_enabled=cache)
 
 
 def load_policy(args: argparse.Namespace, task, out: Path) -> Policy:
@@ -228,8 +238,10 @@ def load_policy(args: argparse.Namespace, task, out: Path) -> Policy:
     positions = getattr(config, "max_position_embeddings", None) or 1 << 20
     if args.max_context is None:
         args.max_context = positions // 2 - 64
-    if args.max_context > positions:
-        raise UserError(f"--max-context {args.max_context}: this model has {positions} positions")
+    most = positions // 2 if args.algo == "hp_rlvr" else positions
+    if args.max_context > most:
+        raise UserError(f"--max-context {args.max_context}: must be at most {most}, since this model has {positions} positions" +
+                        (" and the hindsight view holds the response twice" if args.algo == "hp_rlvr" else ""))
     check_lm_head(policy)
     return policy
 
@@ -252,9 +264,9 @@ def make_optimizer(policy: Policy, args: argparse.Namespace):
 def check_lm_head(policy: Policy) -> None:
     """Scoring applies the LM head to hidden states a chunk at a time: refuse models that do more to their logits than that (soft caps, scales)."""
     ids = policy.tokenizer("1 + 1 = 2", add_special_tokens=False).input_ids
-    theirs = policy.model(torch.tensor([ids], device=policy.device)).logits[0, -1]
+    theirs = policy.model(torch.tensor([ids + [0]], device=policy.device)).logits[0, -2]
     ours = policy.lm_head(view_hidden(policy.model, [ids], [[0]])[0, 0])
-    tolerance = 1e-3 if ours.dtype == torch.float32 else 0.1
+    tolerance = 1e-3 if ours.dtype == torch.float32 else 0.5  # bf16: one ulp of a logit of 30 is 0.125
     difference = (ours.float().log_softmax(-1) - theirs.float().log_softmax(-1)).abs().max().item()
     if finite(difference) is None:
         raise UserError("the model's logits are not finite: its weights are damaged")
@@ -329,6 +341,7 @@ def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, tempe
     for one in played:
         one.episode.ended = "dropped" if len(one.prefix) + args.max_new_tokens > args.max_context else ""
     played = [one for one in played if not one.episode.ended]
+    lead = "<think>" if envs.opens_thinking(tokenizer, args.thinking) else ""  # else the judge would take unfinished thoughts for the answer
     alive = played
     while alive:
         with clock("rollout"):
@@ -337,7 +350,7 @@ def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, tempe
             one.tokens += ids
             one.action_mask += [1] * len(ids)
         finished = [ids[-1] in policy.eos_ids for ids in sampled]
-        texts = [tokenizer.decode(ids[:-1] if done else ids, skip_special_tokens=True) for ids, done in zip(sampled, finished)]
+        texts = [lead + tokenizer.decode(ids[:-1] if done else ids, skip_special_tokens=True) for ids, done in zip(sampled, finished)]
         with clock("verify"):
             messages = task.step([one.episode for one in alive], texts, finished)
         going = []
@@ -434,7 +447,7 @@ def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[lis
         causal, _, responses = views(policy, [rollouts[i] for i in batch])
         tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
         part = mask[batch, :width]
-        with policy.autocast():
+        with policy.autocast(cache=False):
             hidden = view_hidden(policy.model, causal, responses)
             logp, uncertainty = token_log_probs(hidden, policy.lm_head, tokens, part, args.temperature)
         loss = policy_loss(logp, advantage[batch, :width], part, normaliser)
@@ -457,11 +470,13 @@ def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -
     """Greedy and sampled accuracy on `rows`, and what the hindsight view makes of the sampled rollouts. Never touches the run's own RNG."""
     generator = torch.Generator(policy.device).manual_seed(args.seed + 1_000_003)
     clock = Clock()
-    greedy = play(policy, task, rows, args, 0.0, generator, clock)
+    at_once = args.prompts_per_step * args.group_size  # no more than a training step samples: evaluation needs no more memory, nor more engines
+    parts = [rows[start:start + at_once] for start in range(0, len(rows), at_once)]
+    greedy = [one for part in parts for one in play(policy, task, part, args, 0.0, generator, clock)]
     if not greedy:
         raise UserError(f"no evaluation prompt leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
                         "raise the one or lower --max-new-tokens")
-    sampled = play(policy, task, rows, args, args.temperature, generator, clock)
+    sampled = [one for part in parts for one in play(policy, task, part, args, args.temperature, generator, clock)]
     mean = lambda values: sum(values) / len(rows)  # a row whose prompt is too long counts as not solved
     metrics = dict(eval_accuracy=mean([one.episode.reward for one in greedy]), eval_accuracy_sampled=mean([one.episode.reward for one in sampled]),
                    eval_format=mean([float(task.well_formed(one.episode)) for one in sampled]), flip=None, credit_floor=None)
@@ -505,7 +520,7 @@ def inspect(policy: Policy, task, played: list[Played], baseline: float, args: a
     shown = []
     for one, rollout in zip(chosen, rollouts):
         mask = torch.tensor([rollout.action_mask], dtype=torch.float32, device=policy.device)
-        credit, _, _ = score(policy, [rollout], [[0]], mask, args) if args.algo in ("hp_rlvr", "surprisal") else (mask, None, None)
+        credit, _, _ = score(policy, [rollout], [[0]], mask, args) if args.algo in ("hp_rlvr", "surprisal") else (0 * mask, None, None)
         tops = []
         for prefix in [rollout.causal_prefix] + [rollout.hindsight_prefix] * (args.algo == "hp_rlvr"):
             with policy.autocast():
@@ -535,7 +550,8 @@ def write_credit_html(path: Path, shown: list[dict], title: str) -> None:
     style = ("body{font:15px/1.6 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
              "pre{white-space:pre-wrap;font:14px/1.8 ui-monospace,monospace}.prompt{opacity:.65}h2{font-size:1rem}")
     note = ("Each token is shaded by its credit: blue where the rollout was better than the baseline and the token is pushed up, red where it was "
-            "worse and the token is pushed down. Hover over a token for its credit and the three likeliest tokens of each view.")
+            "worse and the token is pushed down. Hover over a token for its credit and the three likeliest tokens of each view. (grpo and "
+            "reinforce give every token the same weight: nothing is shaded.)")
     write_atomically(path, f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{style}</style>"
                            f"<h1>{html.escape(title)}</h1><p>{note}</p>{''.join(parts)}")
 
@@ -600,7 +616,7 @@ def save_checkpoint(out: Path, state: dict) -> bool:
 
 
 def save_model(out: Path, policy: Policy) -> bool:
-    """model/: the policy in Hugging Face format, fp32 so that small steps are not rounded away."""
+    """model/: the policy in Hugging Face format, in the precision that it was trained in: rounding fp32 to bf16 would undo small steps."""
     scratch = out / "model.tmp"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -617,18 +633,25 @@ def save_model(out: Path, policy: Policy) -> bool:
 
 def open_run(args: argparse.Namespace) -> Path:
     """Create the run's folder with config.json; a folder that already holds a run is never written into, unless it is resumed."""
-    import datasets, tokenizers, transformers
     out = Path(args.out)
-    flags = {name: value for name, value in vars(args).items() if name != "resume"}
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, tokenizers)} | dict(python=sys.version.split()[0])
     try:
         if not args.resume and out.exists() and any(path.name != "config.json" for path in out.iterdir()):  # that file alone: a start that was refused
             raise UserError(f"--out {out} is not empty; name another folder, or continue the run in it with --resume {out}")
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "config.json", json.dumps(dict(flags=flags, versions=versions, seed=args.seed), indent=1) + "\n")
+        write_config(out, args)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
     return out
+
+
+def write_config(out: Path, args: argparse.Namespace) -> None:
+    """config.json: all flags, package versions, seed."""
+    import datasets
+    import tokenizers
+    import transformers
+    flags = {name: value for name, value in vars(args).items() if name != "resume"}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, tokenizers)} | dict(python=sys.version.split()[0])
+    write_atomically(out / "config.json", json.dumps(dict(flags=flags, versions=versions, seed=args.seed), indent=1) + "\n")
 
 
 def peak_memory_gb(device) -> float:
@@ -643,7 +666,6 @@ METRICS = ("step", "reward_mean", "baseline", "grad_norm", "zero_gradient", "hom
            "prob_mean", "surprisal_corr", "entropy", "response_tokens_mean", "truncated", "verifier_failures", "prompts_dropped", "context_limit", "steps_skipped",
            "generated_tokens", "scored_tokens", "episode_turns_mean", "invalid_actions", "won", "seconds_rollout", "seconds_verify",
            "seconds_credit", "seconds_update", "peak_memory_gb")
-EVAL_METRICS = ("eval_accuracy", "eval_accuracy_sampled", "eval_format", "flip", "credit_floor")
 
 
 class Prompts:
@@ -741,20 +763,20 @@ def step_metrics(one: Step, args: argparse.Namespace) -> dict:
     return metrics
 
 
-def train(args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace, task, out: Path) -> int:
     """The whole run; returns the exit code."""
     torch.manual_seed(args.seed)
-    task = make_task(args)
-    out = open_run(args)
     policy = load_policy(args, task, out)
+    write_config(out, args)  # again: --max-context is known now
     optimizer = make_optimizer(policy, args)
     baseline = EMABaseline(args.baseline_decay)
     generator = torch.Generator(policy.device).manual_seed(args.seed)
     prompts = Prompts(task.train, args.seed)
     done = skipped = bad_in_a_row = 0
     if args.resume:
-        done, skipped = restore(out, policy, optimizer, baseline, generator, prompts)
-    shown, warned, accuracy, floor = [], False, 0.0, None
+        done, skipped = restore(out, policy, optimizer, baseline, generator, prompts, args)
+    last = ([line for line in read_metrics(out) if "eval_accuracy" in line] or [{}])[-1]  # of the run so far: what the bar and `warn` refer to
+    shown, warned, accuracy, floor = [], False, last.get("eval_accuracy_sampled", 0.0), last.get("credit_floor")
 
     def evaluation(step: int) -> dict:
         nonlocal shown, accuracy, floor
@@ -793,7 +815,6 @@ def train(args: argparse.Namespace) -> int:
         if stop.requested:
             break
     bar.close()
-    task.close()
     if not (save_model(out, policy) and saved):
         return 2
     report(args, out, shown, min(args.eval_size, len(task.test)))
@@ -802,18 +823,25 @@ def train(args: argparse.Namespace) -> int:
     return 130 if stop.requested else 0
 
 
-def restore(out: Path, policy: Policy, optimizer, baseline: EMABaseline, generator: torch.Generator, prompts: Prompts) -> tuple[int, int]:
+def restore(out: Path, policy: Policy, optimizer, baseline: EMABaseline, generator: torch.Generator, prompts: Prompts,
+            args: argparse.Namespace) -> tuple[int, int]:
     """Load checkpoint/state.pt into everything that moves, and cut metrics.jsonl back to its step: (steps done, steps skipped)."""
     try:
         saved = torch.load(out / "checkpoint" / "state.pt", map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"--resume {out}: no checkpoint was saved there; start again with another --out") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        raise UserError(f"--resume {out}: its checkpoint/state.pt is damaged") from None
     policy.model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     baseline.value, prompts.position = saved["baseline"], saved["position"]
-    generator.set_state(saved["generator"])
+    try:
+        generator.set_state(saved["generator"])
+    except RuntimeError:
+        generator.manual_seed(args.seed + saved["step"])
+        print("saved on another kind of device: sampling goes on with a new generator, so the run is not the uninterrupted one", file=sys.stderr)
     torch.set_rng_state(saved["torch_rng"])
-    if saved["cuda_rng"] and torch.cuda.is_available():
+    if len(saved["cuda_rng"]) == torch.cuda.device_count() > 0:
         torch.cuda.set_rng_state_all(saved["cuda_rng"])
     kept = [line for line in read_metrics(out) if line["step"] <= saved["step"]]
     write_atomically(out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
@@ -840,7 +868,8 @@ def append(path: Path, metrics: dict) -> None:
 
 def read_metrics(out: Path) -> list[dict]:
     """The lines of metrics.jsonl; one that was cut off by a kill is left out."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def finite(value: float | None) -> float | None:
@@ -877,14 +906,17 @@ def report(args: argparse.Namespace, out: Path, shown: list[dict], held_out: int
 
 
 def main(argv: list[str] | None = None) -> int:
+    task = None
     try:
-        return train(parse_args(argv))
+        args = parse_args(argv)
+        task = make_task(args)
+        return train(args, task, open_run(args))
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except torch.cuda.OutOfMemoryError:
-        print("train.py: out of GPU memory: lower --tokens-per-microbatch (forward and backward), --prompts-per-step, --group-size or "
-              "--max-new-tokens (the cache while sampling); go on from the last checkpoint with --resume", file=sys.stderr)
+        print("train.py: out of GPU memory: lower --tokens-per-microbatch (forward and backward), or --prompts-per-step, --group-size or "
+              "--max-new-tokens (the cache while sampling), or take --optimizer adamw8bit; go on from the last checkpoint with --resume", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -894,6 +926,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("train.py: interrupted; what was not in a checkpoint is lost", file=sys.stderr)
         return 130
+    finally:
+        if task is not None:
+            task.close()
 
 
 if __name__ == "__main__":
