@@ -5,6 +5,7 @@ games, verifiers. Real data, games and the real tokenizer are read from ../share
 its reason. SWEEP=1 adds all golds and all reference programs. The slowest part is the warm-up of the built-in policy, made once (`first_run`).
 """
 import ast
+import contextlib
 import doctest
 import importlib.util
 import json
@@ -1368,7 +1369,7 @@ def test_weights_are_fp32_and_small_steps_arrive_in_the_saved_model(tiny, tmp_pa
         return policy
 
     monkeypatch.setattr(train, "load_policy", watched)
-    small_run(tmp_path / "run", tmp_path / "bf16", "--steps", 200, "--lr", "1e-6", "--algo", "reinforce", "--dtype", "bf16", "--columns", 1,
+    small_run(tmp_path / "run", tmp_path / "bf16", "--steps", 200, "--lr", "1e-6", "--algo", "reinforce", "--dtype", "bf16", "--columns", 2,
               "--prompts-per-step", 1, "--max-new-tokens", 1, "--eval-size", 1, "--eval-every", 0)
     before, after = weights(tmp_path / "bf16"), weights(tmp_path / "run" / "model")
     assert (before["model.norm.weight"] == 1).all()

@@ -470,8 +470,7 @@ def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -
     """Greedy and sampled accuracy on `rows`, and what the hindsight view makes of the sampled rollouts. Never touches the run's own RNG."""
     generator = torch.Generator(policy.device).manual_seed(args.seed + 1_000_003)
     clock = Clock()
-    at_once = args.prompts_per_step * args.group_size  # no more than a training step samples: evaluation needs no more memory, nor more engines
-    parts = [rows[start:start + at_once] for start in range(0, len(rows), at_once)]
+    parts = [rows[start:start + 64] for start in range(0, len(rows), 64)]  # a long evaluation must not need more memory than a training step
     greedy = [one for part in parts for one in play(policy, task, part, args, 0.0, generator, clock)]
     if not greedy:
         raise UserError(f"no evaluation prompt leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
