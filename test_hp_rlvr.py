@@ -2145,7 +2145,7 @@ def test_gold_numbers_answer_themselves(name):  # A-P3
 
 @sweep
 @pytest.mark.parametrize("name", ["gsm8k", "svamp", "mawps"])
-def test_every_gold_number_answers_itself(name):
+def test_sweep_every_gold_number_answers_itself(name):
     vf_gold_numbers(name, None)
 
 
@@ -2182,7 +2182,7 @@ def test_every_gold_expression_answers_itself(path):  # A-P3
 @vf_needs_math
 @sweep
 @pytest.mark.parametrize("path", ["data/math500/test.jsonl", "data/math_train/train.jsonl"])
-def test_no_gold_expression_answers_another(path):
+def test_sweep_no_gold_expression_answers_another(path):
     vf_golds(path, None)
 
 
@@ -2218,7 +2218,7 @@ def test_reference_programs_pass_and_others_fail():
 
 
 @sweep
-def test_all_reference_programs_pass_and_others_fail():
+def test_sweep_all_reference_programs_pass_and_others_fail():
     references = vf_references()
     vf_check_references(references, references[7:] + references[:7])
 
