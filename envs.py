@@ -15,6 +15,7 @@ import ast
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -80,8 +81,6 @@ def load_split(source: str, split: str) -> list[dict] | None:
         raise UserError(f"{source}: no such data file or folder")
     if path.exists() and not files:
         return None
-    import logging
-
     import datasets
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors come as exceptions too; one line is enough
@@ -183,8 +182,6 @@ class SingleTurn:
 
 
 EQUATION = re.compile(r"[\d$(][\d\s.,$%+\-*/×÷x()]{0,80}[\d)%]\s*=\s*-?\$?\d[\d.,]*")
-
-
 LATEX_ARITHMETIC = ((r"\\(?:times|cdot)\b", "*"), (r"\\div\b", "/"), (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)"),
                     (r"\\boxed\{([^{}]*)\}", r"\1"), (r"\\(?:left|right)\b|\\[()\[\],;! ]", " "), (r"\\([%$])", r"\1"))
 
@@ -236,9 +233,12 @@ def read_code(row: dict) -> dict:
     return dict(prompt=prompt, tests=setup + row["test_list"])
 
 
+NUMBERS = dict(check=ANSWER_CHECKED, judge=lambda text, row: verifiers.verify_gsm8k(text, row["gold"]), digest=gsm8k_digest,
+               answered=lambda text: verifiers.extract_gsm8k(text) is not None)  # how gsm8k and sums are judged
+
+
 def gsm8k(train, test) -> SingleTurn:
-    return SingleTurn("gsm8k", ANSWER_CHECKED, train, test, lambda text, row: verifiers.verify_gsm8k(text, row["gold"]), gsm8k_digest,
-                      lambda text: verifiers.extract_gsm8k(text) is not None)
+    return SingleTurn("gsm8k", train=train, test=test, **NUMBERS)
 
 
 def math(train, test) -> SingleTurn:
@@ -324,8 +324,7 @@ def sums(columns: int, seed: int = 0, n_train: int = 4000, n_test: int = 500) ->
     pairs = [divmod(number, count) for number in rng.sample(range(count * count), min(n_train + n_test, count * count))]
     rows = [dict(prompt=ask_sum(low + x, low + y, columns), gold=str(2 * low + x + y), a=low + x, b=low + y, columns=columns) for x, y in pairs]
     split = len(rows) - min(n_test, len(rows) // 5)
-    return Sums("sums", ANSWER_CHECKED, rows[:split], rows[split:], lambda text, row: verifiers.verify_gsm8k(text, row["gold"]), gsm8k_digest,
-                lambda text: verifiers.extract_gsm8k(text) is not None)
+    return Sums("sums", train=rows[:split], test=rows[split:], **NUMBERS)
 
 
 # --------------------------------------------------------------------------------------------------------------------- text games

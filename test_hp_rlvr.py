@@ -135,7 +135,7 @@ def padded(rollouts):
 
 
 def both_views(model, rollouts):
-    causal, hindsight, responses = train.views(None, rollouts)
+    causal, hindsight, responses = train.views(rollouts)
     return view_hidden(model, causal, responses), view_hidden(model, hindsight, responses)
 
 

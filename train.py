@@ -129,12 +129,11 @@ def complete_args(args: argparse.Namespace) -> None:
     for name in ("eval_every", "save_every"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative")
-    for name in ("temperature", "lr"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise UserError(f"--{name} must be a positive number, not {getattr(args, name):g}" +
-                            (" (greedy sampling has no law to learn from; evaluations include a greedy one)" if name == "temperature" else ""))
-    if not 1e-3 <= args.temperature <= 100 or args.lr >= 1:
-        raise UserError(f"--temperature must lie in [0.001, 100] and --lr below 1, not {args.temperature:g} and {args.lr:g}")
+    if not 1e-3 <= args.temperature <= 100:
+        raise UserError(f"--temperature must lie in [0.001, 100], not {args.temperature:g} (greedy sampling has no law to learn from; "
+                        "evaluations include a greedy one)")
+    if not 0 < args.lr < 1:
+        raise UserError(f"--lr must be positive and below 1, not {args.lr:g}")
     if not 0 <= args.seed < 1 << 62:
         raise UserError(f"--seed must lie in [0, 2^62), not {args.seed}")
     if args.task in ("sums", "household") and (args.data or args.eval_data):
@@ -368,6 +367,11 @@ def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, tempe
     return played
 
 
+def no_room(which: str, args: argparse.Namespace) -> UserError:
+    return UserError(f"{which} leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
+                     "raise the one or lower --max-new-tokens")
+
+
 def hindsight_ids(policy: Policy, task, one: Played, mode: str, success: bool, args: argparse.Namespace) -> list[int]:
     """Prefix of the hindsight view: the causal one's user message with what happened and the verdict."""
     happened = envs.strip_special(policy.tokenizer, task.happened(one.episode, mode))
@@ -382,15 +386,13 @@ def microbatches(rollouts: list[Rollout], budget: int) -> list[list[int]]:
 
     A long rollout may stand alone above the budget. Sorting keeps padding small: a batch by count pays for its longest member in every row.
     """
-    size = lambda index: max(len(rollouts[index].causal_prefix), len(rollouts[index].hindsight_prefix)) + len(rollouts[index].tokens)
-    batches, prefix, response = [[]], 0, 0
-    for index in sorted(range(len(rollouts)), key=size):
-        rollout = rollouts[index]
-        prefix = max(prefix, len(rollout.causal_prefix), len(rollout.hindsight_prefix))
-        response = max(response, len(rollout.tokens))
-        if batches[-1] and (len(batches[-1]) + 1) * (prefix + response) > budget:
+    sizes = [(max(len(rollout.causal_prefix), len(rollout.hindsight_prefix)), len(rollout.tokens)) for rollout in rollouts]
+    batches, longest = [[]], (0, 0)
+    for index in sorted(range(len(rollouts)), key=lambda index: sum(sizes[index])):
+        longest = tuple(map(max, longest, sizes[index]))
+        if batches[-1] and (len(batches[-1]) + 1) * sum(longest) > budget:
             batches.append([])
-            prefix, response = max(len(rollout.causal_prefix), len(rollout.hindsight_prefix)), len(rollout.tokens)
+            longest = sizes[index]
         batches[-1].append(index)
     return [batch for batch in batches if batch]
 
@@ -401,7 +403,8 @@ def pad(rows: list[list], device, dtype=torch.float32) -> torch.Tensor:
     return torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], dtype=dtype, device=device)
 
 
-def views(policy: Policy, rollouts: list[Rollout]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+def views(rollouts: list[Rollout]) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Causal prefixes, hindsight prefixes and responses, as `view_hidden` takes them."""
     return [r.causal_prefix for r in rollouts], [r.hindsight_prefix for r in rollouts], [r.tokens for r in rollouts]
 
 
@@ -414,7 +417,7 @@ def score(policy: Policy, rollouts: list[Rollout], batches: list[list[int]], mas
     credit, prob = torch.zeros_like(mask), torch.zeros_like(mask)
     copied = torch.zeros_like(mask) if args.algo == "hp_rlvr" else None
     for batch in batches:
-        causal, hindsight, responses = views(policy, [rollouts[i] for i in batch])
+        causal, hindsight, responses = views([rollouts[i] for i in batch])
         tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
         part = mask[batch, :width]
         with policy.autocast():
@@ -444,7 +447,7 @@ def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[lis
     policy.model.train()  # only for activation checkpointing: there is no dropout
     normaliser, log_prob, entropy, total = mask.sum().item(), torch.zeros_like(mask), 0.0, 0.0
     for batch in batches:
-        causal, _, responses = views(policy, [rollouts[i] for i in batch])
+        causal, _, responses = views([rollouts[i] for i in batch])
         tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
         part = mask[batch, :width]
         with policy.autocast(cache=False):
@@ -473,8 +476,7 @@ def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -
     parts = [rows[start:start + 64] for start in range(0, len(rows), 64)]  # a long evaluation must not need more memory than a training step
     greedy = [one for part in parts for one in play(policy, task, part, args, 0.0, generator, clock)]
     if not greedy:
-        raise UserError(f"no evaluation prompt leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
-                        "raise the one or lower --max-new-tokens")
+        raise no_room("no evaluation prompt", args)
     sampled = [one for part in parts for one in play(policy, task, part, args, args.temperature, generator, clock)]
     mean = lambda values: sum(values) / len(rows)  # a row whose prompt is too long counts as not solved
     metrics = dict(eval_accuracy=mean([one.episode.reward for one in greedy]), eval_accuracy_sampled=mean([one.episode.reward for one in sampled]),
@@ -709,8 +711,7 @@ def train_step(policy: Policy, optimizer, task, rows: list[dict], baseline: EMAB
     rows = [row for row in rows for _ in range(args.group_size)]
     played = play(policy, task, rows, args, args.temperature, generator, clock)
     if not played:
-        raise UserError(f"no prompt of this step leaves room for {args.max_new_tokens} new tokens within --max-context {args.max_context}: "
-                        "raise the one or lower --max-new-tokens")
+        raise no_room("no prompt of this step", args)
     with clock("credit"):
         rollouts = make_rollouts(policy, task, played, args)
         reward = torch.tensor([rollout.reward for rollout in rollouts], device=policy.device)
