@@ -171,10 +171,16 @@ class Gradients:
             p.grad = None
 
 
+def given(advantage):
+    """`weigh` of train.update for advantages that are known beforehand."""
+    return lambda batch, hidden: advantage[batch, :hidden.shape[1]]
+
+
 def update_gradient(model, rollouts, advantage, mask, batches=None, **changes):
     """(gradient, result) of train.update, which clips at norm 1: undone here."""
     optimizer = Gradients(model)
-    result = train.update(policy_of(model), optimizer, rollouts, batches or [list(range(len(rollouts)))], advantage, mask, settings(**changes))
+    result = train.update(policy_of(model), optimizer, rollouts, batches or [list(range(len(rollouts)))], given(advantage), mask, settings(**changes),
+                          train.Clock())
     return optimizer.seen[0] * max(1.0, result["grad_norm"] + 1e-6), result
 
 
@@ -371,8 +377,8 @@ def test_no_tensor_of_sequence_times_vocabulary_is_ever_allocated():
     assert bound < 1500 * vocab / 5
     with LargestTensor() as ours:
         train.sample(policy, [rollout.causal_prefix], 20, T, seeded())
-        train.score(policy, [rollout], [[0]], mask, settings())
-        train.update(policy, Gradients(model), [rollout], [[0]], advantage, mask, settings())
+        train.score(policy, [rollout], mask, settings())
+        train.update(policy, Gradients(model), [rollout], [[0]], given(advantage), mask, settings(), train.Clock())
     assert ours.largest <= bound
 
 
@@ -466,7 +472,7 @@ def test_no_gradient_flows_through_credit_baseline_or_hindsight_view(model):
     plain = gradients(model, -(torch.tensor(numbers) * both_log_prob(model, rollouts)).sum() / 18)
     close(ours, plain, atol=1e-6)
     assert ours.norm() > 1e-3
-    scored = train.score(policy_of(model), rollouts, [[0, 1], [2, 3]], mask, settings())
+    scored = train.score(policy_of(model), rollouts, mask, settings())
     assert not any(one.requires_grad for one in scored)
     close(scored[0], credit)
 
@@ -515,12 +521,16 @@ def test_splitting_into_micro_batches_changes_nothing(model, batches, masked):
     mask = padded(rollouts)[1]
     mask[masked] = 0
     whole, policy = [[0, 1, 2, 3]], policy_of(model)
-    for one, two in zip(train.score(policy, rollouts, whole, mask, settings()), train.score(policy, rollouts, batches, mask, settings())):
-        close(one, two)
+    together = train.score(policy, rollouts, mask, settings())
+    for batch in batches:
+        width = max(len(rollouts[i].tokens) for i in batch)
+        for one, two in zip(together, train.score(policy, [rollouts[i] for i in batch], mask[batch, :width], settings())):
+            close(one[batch, :width], two)
     advantage = torch.randn(mask.shape, generator=seeded())
     ours, result = update_gradient(model, rollouts, advantage, mask, batches)
     expected, expected_result = update_gradient(model, rollouts, advantage, mask, whole)
     close(ours, expected)
+    close(result.pop("log_prob"), expected_result.pop("log_prob"))
     assert expected.norm() > 1e-3 and result == pytest.approx(expected_result, abs=1e-5)
 
 
@@ -600,7 +610,7 @@ def test_sampling_law_is_the_softmax_whatever_the_checkpoint_asks_for(temperatur
     inputs = torch.tensor([prompt] * 200)
     theirs = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=1)[:, -1]
     assert len(set(theirs.tolist())) <= 3, "the trap is set: generate() does inherit"
-    responses = train.sample(policy_of(model), [prompt] * 4000, 2, temperature, seeded())
+    responses, _ = train.sample(policy_of(model), [prompt] * 4000, 2, temperature, seeded())
     first = law(model, prompt, [0], temperature)[0].exp()
     second = torch.stack([law(model, prompt + [token], [0], temperature)[0].exp() for token in range(32)])
     assert len({ids[0] for ids in responses}) > 3 and total_variation([ids[0] for ids in responses], first) < 0.05
@@ -616,9 +626,11 @@ def sampled_with_law(model, prompts, tokens, temperature):
     """(responses, log-probability that each token had when it was sampled)."""
     logits = []
     hook = model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[:, -1].float()))
-    responses = train.sample(policy_of(model, eos=()), prompts, tokens, temperature, seeded())
+    responses, log_probs = train.sample(policy_of(model, eos=()), prompts, tokens, temperature, seeded())
     hook.remove()
-    return responses, (torch.stack(logits, 1) / temperature).log_softmax(-1).gather(-1, torch.tensor(responses)[..., None]).squeeze(-1)
+    law = (torch.stack(logits, 1) / temperature).log_softmax(-1).gather(-1, torch.tensor(responses)[..., None]).squeeze(-1)
+    close(torch.tensor(log_probs), law)
+    return responses, law
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -629,19 +641,19 @@ def test_the_law_that_is_scored_and_trained_is_the_law_that_was_sampled(model, t
     responses, at_sampling = sampled_with_law(model, prompts, 6, temperature)
     rollouts = [Rollout(prompt, prompt + [3], response, [1] * 6, 1.0, True, 0) for prompt, response in zip(prompts, responses)]
     tokens, mask = padded(rollouts)
-    _, prob, _ = train.score(policy_of(model), rollouts, [[0, 2], [1, 3]], mask, settings(temperature=temperature))
+    _, prob, _ = train.score(policy_of(model), rollouts, mask, settings(temperature=temperature))
     close(prob.log(), at_sampling)
     model.train()
     close(token_log_probs(both_views(model, rollouts)[0], model.lm_head, tokens, mask, temperature)[0].detach(), at_sampling)
     result = update_gradient(model, rollouts, mask, mask, temperature=temperature)[1]
-    assert result["prob_mean"] == pytest.approx(at_sampling.exp().mean().item(), abs=1e-5)
+    close(result["log_prob"], at_sampling)
 
 
 def test_a_response_ends_with_its_first_eos_and_every_token_of_it_is_trained():
     """C03: padding id = EOS id = 0 and a second EOS; masks go by position. A response that is cut has no EOS; one may be the EOS alone."""
     model = script(40, [10, 5, 6, 0, 0, 0], [11, 12, 13, 14, 15, 16, 17], [20, 0, 0], [30, 31, 2, 5])
     policy = policy_of(model, eos=(0, 2))
-    responses = train.sample(policy, [[10], [4, 11], [7, 8, 20], [30]], 5, 1.0, seeded())
+    responses, _ = train.sample(policy, [[10], [4, 11], [7, 8, 20], [30]], 5, 1.0, seeded())
     assert responses == [[5, 6, 0], [12, 13, 14, 15, 16], [0], [31, 2]]
     rollouts = [Rollout([4], [4], ids, [1] * len(ids), 1.0, ids[-1] not in policy.eos_ids, 0) for ids in responses]
     assert padded(rollouts)[1].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
@@ -657,10 +669,10 @@ def test_rows_neither_see_their_padding_nor_their_neighbours_leaving(make):
     model = make()
     prompts = [r.causal_prefix for r in some_rollouts()] + [[9], [3, 1, 4, 1, 5]]
     policy = policy_of(model, eos=())
-    free = train.sample(policy, prompts, 12, 0, seeded())
+    free, _ = train.sample(policy, prompts, 12, 0, seeded())
     policy.eos_ids = {free[0][2], free[3][5], free[4][8]}
-    together = train.sample(policy, prompts, 12, 0, seeded())
-    assert together == [train.sample(policy, [prompt], 12, 0, seeded())[0] for prompt in prompts]
+    together, _ = train.sample(policy, prompts, 12, 0, seeded())
+    assert together == [train.sample(policy, [prompt], 12, 0, seeded())[0][0] for prompt in prompts]
     assert len({len(ids) for ids in together}) > 2, "rows end at different times"
 
 
@@ -680,10 +692,10 @@ def test_rollouts_run_in_eval_mode_with_the_cache_and_leave_the_model_as_it_was(
 def test_samples_differ_within_a_group_and_between_steps_and_repeat_with_the_seed(model):
     """C19: one generator for the whole run, never seeded again."""
     policy, generator = policy_of(model, eos=()), seeded()
-    first, second = (train.sample(policy, [[3, 4]] * 4, 8, 1.0, generator) for _ in range(2))
+    first, second = (train.sample(policy, [[3, 4]] * 4, 8, 1.0, generator)[0] for _ in range(2))
     assert len(set(map(tuple, first + second))) == 8
-    assert train.sample(policy, [[3, 4]] * 4, 8, 1.0, seeded(0)) == first
-    assert train.sample(policy, [[3, 4]] * 4, 8, 1.0, seeded(1)) != first
+    assert train.sample(policy, [[3, 4]] * 4, 8, 1.0, seeded(0))[0] == first
+    assert train.sample(policy, [[3, 4]] * 4, 8, 1.0, seeded(1))[0] != first
 
 
 # ------------------------------------------------------------------------------------------------------------------ the training step
@@ -696,7 +708,7 @@ def test_training_recomputes_activations_without_a_cache_and_goes_back_to_eval_m
     layer.register_forward_pre_hook(lambda module, inputs, kwargs: caches.append((kwargs["cache"], kwargs["use_cache"])), with_kwargs=True)
     rollouts = some_rollouts()
     mask = padded(rollouts)[1]
-    train.update(policy_of(model), Gradients(model), rollouts, [[0, 1, 2, 3]], mask, mask, settings())
+    train.update(policy_of(model), Gradients(model), rollouts, [[0, 1, 2, 3]], given(mask), mask, settings(), train.Clock())
     assert blocks == [True, True] and caches == [(None, False)]
     assert not model.training and all(p.grad is None for p in model.parameters())
 
@@ -705,7 +717,7 @@ def test_a_non_finite_loss_takes_no_step(model):
     rollouts = some_rollouts()
     mask = padded(rollouts)[1]
     optimizer = Gradients(model)
-    result = train.update(policy_of(model), optimizer, rollouts, [[0, 1, 2, 3]], mask * math.inf, mask, settings())
+    result = train.update(policy_of(model), optimizer, rollouts, [[0, 1, 2, 3]], given(mask * math.inf), mask, settings(), train.Clock())
     assert result["skipped"] and not optimizer.seen and all(p.grad is None for p in model.parameters())
 
 
@@ -747,7 +759,8 @@ def test_trained_ids_are_the_sampled_ids_and_the_judge_sees_text_up_to_the_first
     assert [r.tokens for r in rollouts] == [sampled] * 2 and [r.action_mask for r in rollouts] == [[1] * 5] * 2
     assert [r.reward for r in rollouts] == [1, 1] and not any(r.truncated for r in rollouts)
     monkeypatch.setattr(train, "view_hidden", lambda model, prefixes, responses: trained.extend(responses) or view_hidden(model, prefixes, responses))
-    train.update(policy, Gradients(policy.model), rollouts, train.microbatches(rollouts, 1000), torch.ones(2, 5), torch.ones(2, 5), settings())
+    train.update(policy, Gradients(policy.model), rollouts, train.microbatches(rollouts, 1000), given(torch.ones(2, 5)), torch.ones(2, 5), settings(),
+                 train.Clock())
     assert trained == [sampled] * 2
 
 
@@ -769,14 +782,15 @@ def test_a_judge_that_fails_pays_nothing_and_is_counted_apart():
     assert [e.reward for e in episodes] == [1, 0, 0] and [e.judge_failed for e in episodes] == [False, False, True]
 
 
+@pytest.mark.parametrize("budget", [600, 10 ** 6])  # several micro-batches; one that holds the batch
 @pytest.mark.parametrize("mask_truncated", [False, True])
 @pytest.mark.parametrize("algo, scale", [("hp_rlvr", "raw"), ("hp_rlvr", "mixed"), ("surprisal", "raw"), ("reinforce", "raw"), ("grpo", "raw")])
-def test_one_step_is_the_equation(algo, scale, mask_truncated):
+def test_one_step_is_the_equation(algo, scale, mask_truncated, budget):
     """The gradient of a whole step is - sum_t A_t grad log P_t(y_t) / Z with every term by definition, from what was sampled: which responses
     ended, what they said, both prefixes, one forward for each token. The baseline is the one from before, and moves once."""
     tokenizer, model, baseline = toy_tokenizer(), small_model(vocab=len(WORDS)), EMABaseline(0.9, 0.3)
     task = envs.SingleTurn("toy", "Checked.", [], [], lambda text, row: len(text) % 2 == 1, str, bool)
-    args = settings(algo=algo, credit_scale=scale, mask_truncated=mask_truncated, group_size=3 if algo == "grpo" else 1, tokens_per_microbatch=600,
+    args = settings(algo=algo, credit_scale=scale, mask_truncated=mask_truncated, group_size=3 if algo == "grpo" else 1, tokens_per_microbatch=budget,
                     max_new_tokens=12)
     optimizer, prompts = Gradients(model), [word * n + "?" for word in "abcd" for n in (1, 2, 3)]
     policy = policy_of(model, eos=(1, 4), tokenizer=tokenizer)
@@ -804,6 +818,7 @@ def test_one_step_is_the_equation(algo, scale, mask_truncated):
         loss = loss - (trained[i] * advantage * weight.detach() * logp[i]).sum() / tokens
     expected = gradients(model, loss)
     close(optimizer.seen[0] * max(1.0, one.update["grad_norm"] + 1e-6), expected)
+    assert one.scored_ahead == (scale == "mixed" and budget == 600), "no second causal forward pass where one serves"
     assert expected.norm() > 1e-2 and one.baseline == 0.3 and baseline.value == pytest.approx(0.9 * 0.3 + 0.1 * sum(reward) / len(reward))
 
 
@@ -868,7 +883,7 @@ def test_flip_and_floor_are_mean_divergences_by_definition():
     policy = policy_of(model, tokenizer=tokenizer)
     played = []
     for number, (tokens, mask, reward) in enumerate([(ids_of("a b c </s>"), [1, 0, 0, 1], 1.0), (ids_of("d"), [1], 0.0)]):
-        played.append(train.Played(number, envs.Episode({}, "d?", ["abc"], reward), ids_of("<s> d ? >"), tokens, mask))
+        played.append(train.Played(number, envs.Episode({}, "d?", ["abc"], reward), ids_of("<s> d ? >"), tokens, mask, []))
     flip, floor = [], []
     with torch.no_grad():
         for one in played:
@@ -1144,7 +1159,8 @@ def test_metrics_agree_with_each_other(runs, algo):
         rollouts = 4 * (8 if algo == "grpo" else 1)
         assert step["response_tokens_mean"] == pytest.approx(step["generated_tokens"] / rollouts) and step["steps_skipped"] == 0
         assert step["grad_norm"] > 0 and step["zero_gradient"] is False and 0 < step["prob_mean"] < 1 and step["entropy"] > 0
-        assert (step["scored_tokens"] > 0) == (algo in ("hp_rlvr", "surprisal"))
+        assert (step["scored_tokens"] > 0) == (algo == "hp_rlvr") and step["trained_tokens"] > step["generated_tokens"]
+        assert step["law_gap"] < 1e-5, "the loss scores another law than the one that was sampled"
         if algo == "surprisal":
             assert step["surprisal_corr"] == pytest.approx(1)
         if algo == "hp_rlvr":
@@ -1243,11 +1259,11 @@ def spied(tiny, tmp_path_factory):
     seen = SimpleNamespace(prompts=[], sampled=[], judged=[], prefixes=[], scored=[], batches=[])
 
     def sample(policy, prompts, *rest, original=train.sample):
-        responses = original(policy, prompts, *rest)
+        responses, log_probs = original(policy, prompts, *rest)
         seen.prompts += prompts
         seen.sampled += responses
         seen.batches.append((rest[1], prompts, responses))
-        return responses
+        return responses, log_probs
 
     def view(model, prefixes, responses):
         seen.prefixes += prefixes
@@ -1495,10 +1511,14 @@ def test_resume_refuses_flags_that_would_change_the_run_by_name(first_run, flags
     assert contents(first_run.out) == before
 
 
-def test_a_run_without_a_checkpoint_cannot_be_resumed(first_run, tmp_path, capfd):
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(first_run, tmp_path, capfd):
+    """A kill in the first steps, with half a checkpoint and half a line of metrics: the same run from its beginning, without warming up again."""
     shutil.copytree(first_run.out, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint")
-    assert "no checkpoint" in refused(["--resume", tmp_path / "run"], capfd)
+    os.replace(tmp_path / "run" / "checkpoint" / "state.pt", tmp_path / "run" / "checkpoint" / "state.tmp")
+    (tmp_path / "run" / "metrics.jsonl").write_text((first_run.out / "metrics.jsonl").read_text() + '{"step": 9')
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert "before its first checkpoint" in capfd.readouterr().out
+    assert steady(metrics_of(tmp_path / "run")) == steady(metrics_of(first_run.out)) and same_weights(tmp_path / "run" / "model", first_run.out / "model")
 
 
 def test_a_full_disk_is_one_line_exit_code_2_and_leaves_what_was_saved(first_run, tmp_path, capfd):
@@ -1933,7 +1953,8 @@ def test_real_games_train_as_single_rollouts(qwen, monkeypatch):
     def scripted(policy, prompts, max_new_tokens, temperature, generator):
         asked.append([list(prompt) for prompt in prompts])
         alive = plans if len(prompts) == 2 else plans[:1]
-        return [qwen(next(plan) + "<|im_end|>").input_ids for plan in alive]
+        turns = [qwen(next(plan) + "<|im_end|>").input_ids for plan in alive]
+        return turns, [[0.0] * len(ids) for ids in turns]
 
     monkeypatch.setattr(train, "sample", scripted)
     args = settings(max_new_tokens=32, max_context=100_000, credit_scale="raw", mask_truncated=True, tokens_per_microbatch=100_000)
@@ -1961,7 +1982,7 @@ def test_real_games_train_as_single_rollouts(qwen, monkeypatch):
         assert written == "".join(response + "<|im_end|>" for response in played.episode.responses)
         assert qwen.decode(rollout.hindsight_prefix).count("-> ") == len(played.episode.responses)
     assert all(later[:len(earlier)] == earlier for earlier, later in zip([first[0] for first in asked], [first[0] for first in asked[1:]]))
-    close(seen[0], one.credit * torch.tensor([[1 - 0.3], [0 - 0.3]]))
+    close(seen[0], one.views[0] * torch.tensor([[1 - 0.3], [0 - 0.3]]))
     assert (seen[0][one.mask == 0] == 0).all() and (seen[0][0][one.mask[0] == 1] > 0).float().mean() > 0.9
     metrics = train.step_metrics(one, SimpleNamespace(algo="hp_rlvr"))
     assert (metrics["won"], metrics["context_limit"], metrics["invalid_actions"], metrics["truncated"]) == (1, 1, 2, 0)

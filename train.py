@@ -43,6 +43,7 @@ TASK_DEFAULTS = {  # lr, steps, prompts per step, new tokens (per turn), evaluat
     "household": dict(lr=4e-4, steps=100, prompts_per_step=64, max_new_tokens=32, eval_size=200, eval_every=50),
 }
 RESUME_MAY_CHANGE = {"steps", "eval_every", "save_every", "device", "tokens_per_microbatch"}  # everything else would change the run itself
+CREDITED = ("hp_rlvr", "surprisal")  # algorithms that weigh tokens
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -211,8 +212,9 @@ def load_policy(args: argparse.Namespace, task, out: Path) -> Policy:
         if not (out / "tiny").exists():
             bar = lambda steps: tqdm(range(steps), desc="warm-up", unit="step", mininterval=1)
             model, tokenizer = envs.tiny_policy(task, hindsight_prompt, progress=bar)
-            model.save_pretrained(source)
-            tokenizer.save_pretrained(source)
+            model.save_pretrained(out / "tiny.tmp")
+            tokenizer.save_pretrained(out / "tiny.tmp")
+            os.replace(out / "tiny.tmp", source)  # whole or not at all
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         config = AutoConfig.from_pretrained(source)
@@ -276,13 +278,21 @@ def check_lm_head(policy: Policy) -> None:
 # ------------------------------------------------------------------------------------------------------------------------------- rollout
 
 @torch.no_grad()
-def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temperature: float, generator: torch.Generator) -> list[list[int]]:
-    """One response to each prompt, as ids, the EOS included: exactly softmax(logits / temperature), greedy at temperature 0.
+def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temperature: float,
+           generator: torch.Generator) -> tuple[list[list[int]], list[list[float]]]:
+    """One response to each prompt, as ids, the EOS included: exactly softmax(logits / temperature), greedy at temperature 0. Beside it the
+    log-probability of each token at the moment it was drawn.
 
     A loop of our own instead of `generate`, which takes top_k, top_p, min_p, temperature and penalties from the checkpoint's generation
     config, so that the law that is sampled is not the law that is scored. Sequences that are finished leave the batch and its cache.
     """
     from transformers import DynamicCache
+
+    class Cache(DynamicCache):
+        def update(self, keys, values, *arguments, **named):
+            # Under autocast the fp32 weight of a key norm (Qwen3) leaves keys in fp32, to be rounded again for attention at every step.
+            return super().update(keys.to(values.dtype), values, *arguments, **named)
+
     model, device = policy.model, policy.device
     was_training = model.training
     model.eval()
@@ -290,20 +300,21 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
+    cache = Cache(config=model.config)
     responses: list[list[int]] = [[] for _ in prompts]
+    log_probs: list[list[float]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     with policy.autocast():
         for _ in range(max_new_tokens):
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True,
                            logits_to_keep=1).logits[:, -1].float()
-            if temperature == 0:
-                chosen = logits.argmax(-1)
-            else:
-                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(1)
+            law = (logits / (temperature or 1)).log_softmax(-1)
+            chosen = law.argmax(-1) if temperature == 0 else torch.multinomial(law.exp(), 1, generator=generator).squeeze(1)
+            drawn = law.gather(-1, chosen[:, None]).squeeze(1)
             going = []
-            for place, (row, token) in enumerate(zip(alive, chosen.tolist())):
+            for place, (row, token, log_prob) in enumerate(zip(alive, chosen.tolist(), drawn.tolist())):
                 responses[row].append(token)
+                log_probs[row].append(log_prob)
                 if token not in policy.eos_ids:
                     going.append(place)
             if not going:
@@ -315,7 +326,7 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
                 ids, positions, mask = ids[keep], positions[keep], mask[keep]
                 alive = [alive[place] for place in going]
     model.train(was_training)
-    return responses
+    return responses, log_probs
 
 
 @dataclass
@@ -326,6 +337,7 @@ class Played:
     prefix: list[int]
     tokens: list[int]
     action_mask: list[int]
+    log_probs: list[float]  # of each token when it was drawn; 0 where the environment wrote it
 
 
 def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, temperature: float, generator: torch.Generator, clock) -> list[Played]:
@@ -336,7 +348,7 @@ def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, tempe
     tokenizer = policy.tokenizer
     with clock("verify"):
         episodes = task.start(rows)
-    played = [Played(number, episode, envs.prompt_ids(tokenizer, episode.prompt, args.thinking), [], []) for number, episode in enumerate(episodes)]
+    played = [Played(number, episode, envs.prompt_ids(tokenizer, episode.prompt, args.thinking), [], [], []) for number, episode in enumerate(episodes)]
     for one in played:
         one.episode.ended = "dropped" if len(one.prefix) + args.max_new_tokens > args.max_context else ""
     played = [one for one in played if not one.episode.ended]
@@ -344,10 +356,11 @@ def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, tempe
     alive = played
     while alive:
         with clock("rollout"):
-            sampled = sample(policy, [one.prefix + one.tokens for one in alive], args.max_new_tokens, temperature, generator)
-        for one, ids in zip(alive, sampled):
+            sampled, log_probs = sample(policy, [one.prefix + one.tokens for one in alive], args.max_new_tokens, temperature, generator)
+        for one, ids, drawn in zip(alive, sampled, log_probs):
             one.tokens += ids
             one.action_mask += [1] * len(ids)
+            one.log_probs += drawn
         finished = [ids[-1] in policy.eos_ids for ids in sampled]
         texts = [lead + tokenizer.decode(ids[:-1] if done else ids, skip_special_tokens=True) for ids, done in zip(sampled, finished)]
         with clock("verify"):
@@ -362,6 +375,7 @@ def play(policy: Policy, task, rows: list[dict], args: argparse.Namespace, tempe
                 continue
             one.tokens += bridge
             one.action_mask += [0] * len(bridge)
+            one.log_probs += [0.0] * len(bridge)
             going.append(one)
         alive = going
     return played
@@ -409,62 +423,61 @@ def views(rollouts: list[Rollout]) -> tuple[list[list[int]], list[list[int]], li
 
 
 @torch.no_grad()
-def score(policy: Policy, rollouts: list[Rollout], batches: list[list[int]], mask: torch.Tensor, args: argparse.Namespace):
-    """Credit pass over all micro-batches, before the loss: (credit, P(y), Q(y)), each [N, T]; surprisal needs no hindsight view: Q is None.
+def score(policy: Policy, rollouts: list[Rollout], mask: torch.Tensor, args: argparse.Namespace, hidden: torch.Tensor | None = None):
+    """Credit of one micro-batch: (credit, P(y), Q(y)), each [B, T]; mask [B, T]. surprisal needs no hindsight view: its Q(y) is zero.
 
-    A pass of its own, since the scales `batch` and `mixed` need the credit of the whole batch before the first loss.
+    `hidden`: the causal view's hidden states where the update has them already; else they cost one more forward pass.
     """
-    credit, prob = torch.zeros_like(mask), torch.zeros_like(mask)
-    copied = torch.zeros_like(mask) if args.algo == "hp_rlvr" else None
-    for batch in batches:
-        causal, hindsight, responses = views([rollouts[i] for i in batch])
-        tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
-        part = mask[batch, :width]
-        with policy.autocast():
+    causal, hindsight, responses = views(rollouts)
+    tokens = pad(responses, policy.device, torch.long)
+    with policy.autocast():
+        if hidden is None:
             hidden = view_hidden(policy.model, causal, responses)
-            if copied is None:
-                prob[batch, :width] = token_log_probs(hidden, policy.lm_head, tokens, part, args.temperature)[0].exp() * part
-                credit[batch, :width] = surprisal_credit(prob[batch, :width]) * part
-            else:
-                knowing = view_hidden(policy.model, hindsight, responses)
-                credit[batch, :width], prob[batch, :width], copied[batch, :width] = compare_views(
-                    hidden, knowing, policy.lm_head, tokens, part, args.temperature)
-    return credit, prob, copied
+        if args.algo == "surprisal":
+            prob = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)[0].exp() * mask
+            return surprisal_credit(prob) * mask, prob, torch.zeros_like(prob)
+        return compare_views(hidden, view_hidden(policy.model, hindsight, responses), policy.lm_head, tokens, mask, args.temperature)
 
 
 def advantages(algo: str, weight: torch.Tensor | None, mask: torch.Tensor, reward: torch.Tensor, baseline: float, group: torch.Tensor) -> torch.Tensor:
     """Per-token advantages [N, T]: the one place where the algorithms differ."""
-    if algo in ("hp_rlvr", "surprisal"):
+    if algo in CREDITED:
         return hp_rlvr(weight, reward, baseline)
     if algo == "reinforce":
         return reinforce(mask, reward, baseline)
     return grpo(mask, reward, group)
 
 
-def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[list[int]], advantage: torch.Tensor, mask: torch.Tensor,
-           args: argparse.Namespace) -> dict:
-    """One optimiser step over all micro-batches; a non-finite loss or gradient takes none. Returns grad_norm, prob_mean, entropy, skipped."""
+def update(policy: Policy, optimizer, rollouts: list[Rollout], batches: list[list[int]], weigh, mask: torch.Tensor, args: argparse.Namespace,
+           clock) -> dict:
+    """One optimiser step over all micro-batches; a non-finite loss or gradient takes none. `weigh(batch, hidden)` gives the advantages [B, T] of
+    a micro-batch from its causal hidden states. Returns grad_norm, skipped, entropy, and log P_t(y_t) as the loss saw it, [N, T]."""
     policy.model.train()  # only for activation checkpointing: there is no dropout
     normaliser, log_prob, entropy, total = mask.sum().item(), torch.zeros_like(mask), 0.0, 0.0
     for batch in batches:
-        causal, _, responses = views([rollouts[i] for i in batch])
+        part = [rollouts[i] for i in batch]
+        causal, _, responses = views(part)
         tokens, width = pad(responses, policy.device, torch.long), max(map(len, responses))
-        part = mask[batch, :width]
-        with policy.autocast(cache=False):
+        with clock("update"), policy.autocast(cache=False):
             hidden = view_hidden(policy.model, causal, responses)
-            logp, uncertainty = token_log_probs(hidden, policy.lm_head, tokens, part, args.temperature)
-        loss = policy_loss(logp, advantage[batch, :width], part, normaliser)
-        loss.backward()
-        total += loss.item()
-        log_prob[batch, :width] = logp.detach()
-        entropy += uncertainty.sum().item() / normaliser
+        with clock("credit"):
+            advantage = weigh(batch, hidden.detach())
+        with clock("update"):
+            with policy.autocast(cache=False):
+                logp, uncertainty = token_log_probs(hidden, policy.lm_head, tokens, mask[batch, :width], args.temperature)
+            loss = policy_loss(logp, advantage, mask[batch, :width], normaliser)
+            loss.backward()
+            total += loss.item()
+            log_prob[batch, :width] = logp.detach()
+            entropy += uncertainty.sum().item() / normaliser
     policy.model.eval()
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
-    skipped = finite(total) is None or finite(norm) is None
-    if not skipped:
-        optimizer.step()  # also with a zero gradient: the momentum of earlier steps goes on, as in any AdamW loop
-    optimizer.zero_grad(set_to_none=True)
-    return dict(grad_norm=norm, prob_mean=(log_prob.exp() * mask).sum().item() / normaliser, entropy=entropy, skipped=skipped)
+    with clock("update"):
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
+        skipped = finite(total) is None or finite(norm) is None
+        if not skipped:
+            optimizer.step()  # also with a zero gradient: the momentum of earlier steps goes on, as in any AdamW loop
+        optimizer.zero_grad(set_to_none=True)
+    return dict(grad_norm=norm, skipped=skipped, entropy=entropy, log_prob=log_prob)
 
 
 # -------------------------------------------------------------------------------------------------------------------------- evaluation
@@ -521,7 +534,7 @@ def inspect(policy: Policy, task, played: list[Played], baseline: float, args: a
     shown = []
     for one, rollout in zip(chosen, rollouts):
         mask = torch.tensor([rollout.action_mask], dtype=torch.float32, device=policy.device)
-        credit, _, _ = score(policy, [rollout], [[0]], mask, args) if args.algo in ("hp_rlvr", "surprisal") else (0 * mask, None, None)
+        credit = score(policy, [rollout], mask, args)[0] if args.algo in CREDITED else 0 * mask
         tops = []
         for prefix in [rollout.causal_prefix] + [rollout.hindsight_prefix] * (args.algo == "hp_rlvr"):
             with policy.autocast():
@@ -574,10 +587,13 @@ def shade(one: dict, colour: bool) -> str:
 
 # ------------------------------------------------------------------------------------------------------------------- files of the run
 
+PHASES = dict(rollout="generated_tokens", verify=None, credit="scored_tokens", update="trained_tokens")  # of a step, with the tokens that each works on
+
+
 class Clock:
     """Seconds by phase, summed until taken."""
     def __init__(self):
-        self.seconds = dict(rollout=0.0, verify=0.0, credit=0.0, update=0.0)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def __call__(self, phase: str):
@@ -664,8 +680,8 @@ def peak_memory_gb(device) -> float:
 
 
 METRICS = ("step", "reward_mean", "baseline", "grad_norm", "zero_gradient", "homogeneous_groups", "credit_mean", "credit_top20_share", "copy",
-           "prob_mean", "surprisal_corr", "entropy", "response_tokens_mean", "truncated", "verifier_failures", "prompts_dropped", "context_limit", "steps_skipped",
-           "generated_tokens", "scored_tokens", "episode_turns_mean", "invalid_actions", "won", "seconds_rollout", "seconds_verify",
+           "prob_mean", "surprisal_corr", "entropy", "law_gap", "response_tokens_mean", "truncated", "verifier_failures", "prompts_dropped", "context_limit", "steps_skipped",
+           "generated_tokens", "scored_tokens", "trained_tokens", "episode_turns_mean", "invalid_actions", "won", "seconds_rollout", "seconds_verify",
            "seconds_credit", "seconds_update", "peak_memory_gb")
 
 
@@ -698,9 +714,8 @@ class Step:
     group: torch.Tensor
     mask: torch.Tensor              # 1 on tokens that are trained
     baseline: float                 # from before this batch
-    credit: torch.Tensor | None     # c, P(y) and Q(y): None where the algorithm has none
-    prob: torch.Tensor | None
-    copied: torch.Tensor | None
+    views: torch.Tensor             # [3, N, T]: c, P(y) and Q(y); zero where the algorithm has none
+    scored_ahead: bool              # the causal view was scored once more, before the update
     update: dict | None             # of `update`; None where nothing was left to train on
 
 
@@ -714,52 +729,70 @@ def train_step(policy: Policy, optimizer, task, rows: list[dict], baseline: EMAB
         raise no_room("no prompt of this step", args)
     with clock("credit"):
         rollouts = make_rollouts(policy, task, played, args)
-        reward = torch.tensor([rollout.reward for rollout in rollouts], device=policy.device)
-        group = torch.tensor([rollout.group for rollout in rollouts], device=policy.device)
-        mask = pad([rollout.action_mask for rollout in rollouts], policy.device)
-        if args.mask_truncated:
-            mask *= 1 - torch.tensor([[float(rollout.truncated)] for rollout in rollouts], device=policy.device)
-        batches = microbatches(rollouts, args.tokens_per_microbatch)
+    reward = torch.tensor([rollout.reward for rollout in rollouts], device=policy.device)
+    group = torch.tensor([rollout.group for rollout in rollouts], device=policy.device)
+    mask = pad([rollout.action_mask for rollout in rollouts], policy.device)
+    if args.mask_truncated:
+        mask *= 1 - torch.tensor([[float(rollout.truncated)] for rollout in rollouts], device=policy.device)
+    batches = microbatches(rollouts, args.tokens_per_microbatch)
 
-        # Baseline: the value from before this batch.
-        before = baseline.value
-        baseline.update(reward.mean().item())
+    # Baseline: the value from before this batch.
+    before = baseline.value
+    baseline.update(reward.mean().item())
 
-        # Hindsight view and credit.
-        credit = prob = copied = weight = None
-        if args.algo in ("hp_rlvr", "surprisal"):
-            credit, prob, copied = score(policy, rollouts, batches, mask, args)
-            weight = scale_credit(credit, mask, args.credit_scale)
+    # Hindsight view and credit. A micro-batch is scored between its forward pass and its loss, from the hidden states that the loss uses too.
+    # The scales `batch` and `mixed` need the credit of the whole batch before the first loss: then all is scored ahead, for one more forward pass.
+    credit, prob, copied = scored = torch.zeros(3, *mask.shape, device=policy.device)
+
+    def score_into(batch: list[int], hidden: torch.Tensor | None) -> None:
+        part = [rollouts[i] for i in batch]
+        width = max(len(rollout.tokens) for rollout in part)
+        credit[batch, :width], prob[batch, :width], copied[batch, :width] = score(policy, part, mask[batch, :width], args, hidden)
+
+    ahead = args.algo in CREDITED and args.credit_scale != "raw" and len(batches) > 1
+    if ahead:
+        with clock("credit"):
+            for batch in batches:
+                score_into(batch, None)
 
     # Advantage, loss, optimiser step. A batch with nothing to train on makes none.
-    with clock("update"):
-        advantage = advantages(args.algo, weight, mask, reward, before, group)
-        result = update(policy, optimizer, rollouts, batches, advantage, mask, args) if mask.any() else None
-    return Step(played, len(rows) - len(played), rollouts, reward, group, mask, before, credit, prob, copied, result)
+    def weigh(batch: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        weight = None
+        if args.algo in CREDITED:
+            if not ahead:
+                score_into(batch, hidden)
+            weight = scale_credit(credit, mask, args.credit_scale)
+        return advantages(args.algo, weight, mask, reward, before, group)[batch, :hidden.shape[1]]
+
+    result = update(policy, optimizer, rollouts, batches, weigh, mask, args, clock) if mask.any() else None
+    return Step(played, len(rows) - len(played), rollouts, reward, group, mask, before, scored, ahead, result)
 
 
 def step_metrics(one: Step, args: argparse.Namespace) -> dict:
     """What metrics.jsonl says of a step; null where a value is not defined."""
     episodes = [played.episode for played in one.played]
-    count, trained, update = len(episodes), one.mask.bool(), one.update or dict(grad_norm=None, prob_mean=None, entropy=None)
+    count, trained, rollouts = len(episodes), one.mask.bool(), one.rollouts
     generated = sum(sum(played.action_mask) for played in one.played)
+    causal_tokens = sum(len(rollout.causal_prefix) + len(rollout.tokens) for rollout in rollouts)
+    hindsight_tokens = sum(len(rollout.hindsight_prefix) + len(rollout.tokens) for rollout in rollouts) if args.algo == "hp_rlvr" else 0
     metrics = dict.fromkeys(METRICS) | dict(
-        reward_mean=one.reward.mean().item(), baseline=one.baseline, **{name: finite(update[name]) for name in ("grad_norm", "prob_mean", "entropy")},
-        zero_gradient=one.update is None or update["grad_norm"] < 1e-12, response_tokens_mean=generated / count, generated_tokens=generated,
-        scored_tokens=0, truncated=sum(episode.truncated for episode in episodes) / count, prompts_dropped=one.dropped,
+        reward_mean=one.reward.mean().item(), baseline=one.baseline, zero_gradient=one.update is None or one.update["grad_norm"] < 1e-12,
+        response_tokens_mean=generated / count, generated_tokens=generated, scored_tokens=0, trained_tokens=0,
+        truncated=sum(episode.truncated for episode in episodes) / count, prompts_dropped=one.dropped,
         context_limit=sum(episode.ended == "context" for episode in episodes), verifier_failures=sum(episode.judge_failed for episode in episodes),
         episode_turns_mean=sum(len(episode.responses) for episode in episodes) / count, won=sum(episode.reward == 1 for episode in episodes),
         invalid_actions=sum(episode.invalid_actions for episode in episodes))
     if args.algo == "grpo":
         metrics["homogeneous_groups"] = homogeneous_groups(one.reward, one.group)
-    if one.credit is not None:
-        metrics["scored_tokens"] = sum(len(r.causal_prefix) + len(r.tokens) + (len(r.hindsight_prefix) + len(r.tokens)) * (one.copied is not None)
-                                       for r in one.rollouts)
-    if one.credit is not None and trained.any():
-        credit = one.credit[trained]
-        metrics |= dict(credit_mean=credit.mean().item(), credit_top20_share=top_share(credit),
-                        surprisal_corr=pearson(credit, surprisal_credit(one.prob[trained])),
-                        copy=one.copied[trained].mean().item() if one.copied is not None else None)
+    if one.update is not None:
+        log_prob, drawn = one.update["log_prob"][trained], pad([played.log_probs for played in one.played], one.mask.device)[trained]
+        metrics |= dict(grad_norm=finite(one.update["grad_norm"]), entropy=finite(one.update["entropy"]), prob_mean=finite(log_prob.exp().mean().item()),
+                        law_gap=finite((log_prob - drawn).abs().mean().item()), trained_tokens=causal_tokens,
+                        scored_tokens=hindsight_tokens + causal_tokens * one.scored_ahead)
+    if one.update is not None and args.algo in CREDITED:
+        credit, prob, copied = one.views[:, trained]
+        metrics |= dict(credit_mean=finite(credit.mean().item()), credit_top20_share=top_share(credit), surprisal_corr=pearson(credit, surprisal_credit(prob)),
+                        copy=finite(copied.mean().item()) if args.algo == "hp_rlvr" else None)
     return metrics
 
 
@@ -786,7 +819,7 @@ def train(args: argparse.Namespace, task, out: Path) -> int:
         write_credit_html(out / "credit.html", shown, f"{args.task}, {args.algo}, after step {step}")
         return metrics
 
-    if not args.resume:
+    if done == 0:
         append(out / "metrics.jsonl", dict.fromkeys(METRICS) | dict(step=0) | evaluation(0))
     stop, clock, saved = Interrupt(), Clock(), True
     bar = tqdm(range(done + 1, args.steps + 1), initial=done, total=args.steps, unit="step", mininterval=0.5)
@@ -829,7 +862,9 @@ def restore(out: Path, policy: Policy, optimizer, baseline: EMABaseline, generat
     try:
         saved = torch.load(out / "checkpoint" / "state.pt", map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"--resume {out}: no checkpoint was saved there; start again with another --out") from None
+        print(f"{out} was stopped before its first checkpoint: starting at step 1")
+        write_atomically(out / "metrics.jsonl", "")
+        return 0, 0
     except (RuntimeError, EOFError, pickle.UnpicklingError):
         raise UserError(f"--resume {out}: its checkpoint/state.pt is damaged") from None
     policy.model.load_state_dict(saved["model"])
@@ -899,9 +934,13 @@ def report(args: argparse.Namespace, out: Path, shown: list[dict], held_out: int
     first, last = evaluations[0], evaluations[-1]
     print(f"\n{args.algo} on {args.task}, {held_out} held-out rows, step {first['step']} -> {last['step']}: sampled accuracy "
           f"{first['eval_accuracy_sampled']:.3f} -> {last['eval_accuracy_sampled']:.3f}, greedy {first['eval_accuracy']:.3f} -> {last['eval_accuracy']:.3f}")
-    totals = {phase: sum(line[f"seconds_{phase}"] or 0 for line in lines) for phase in ("rollout", "verify", "credit", "update")}
-    whole = sum(totals.values()) or 1.0
-    print("time: " + ", ".join(f"{phase} {seconds:.0f} s ({seconds / whole:.0%})" for phase, seconds in totals.items()))
+    total = lambda name: sum(line[name] or 0 for line in lines)
+    whole = sum(total(f"seconds_{phase}") for phase in PHASES) or 1.0
+    print(f"\n{'':8}{'seconds':>9}{'share':>7}{'tokens':>13}{'tokens/s':>10}")
+    for phase, tokens in PHASES.items():
+        seconds = total(f"seconds_{phase}")
+        counts = f"{total(tokens):13,}{total(tokens) / seconds:10,.0f}" if tokens and seconds else ""
+        print(f"{phase:8}{seconds:9.1f}{seconds / whole:7.0%}{counts}")
     print(f"in {out}: metrics.jsonl, credit.html, checkpoint/ (--resume {out}), model/ (--model {out / 'model'})")
 
 
