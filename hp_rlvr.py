@@ -84,23 +84,18 @@ def hindsight_prompt(prompt: str, happened: str, success: bool, check: str, mode
 def view_hidden(model, prefixes: list[list[int]], responses: list[list[int]]) -> Tensor:
     """Hidden states that predict each response token after its prefix: [B, T, D], one forward pass over the batch, no logits.
 
-    Prefixes are padded on the left and responses on the right, so response token t stands in column P + t in every row and in every view,
-    however long the prefix; its prediction is read one column earlier. Positions are counted per row, so padding shifts nothing.
+    Rows are padded on the right alone: a causal model never sees what comes later, so no mask and no positions are needed, and a row costs no
+    more than the longest row, however its length is shared between prefix and response.
     """
     device = next(model.parameters()).device
-    columns_P = max(map(len, prefixes))
-    columns_T = max(map(len, responses))
-    ids = torch.zeros(len(prefixes), columns_P + columns_T, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, (prefix, response) in enumerate(zip(prefixes, responses)):
-        start, stop = columns_P - len(prefix), columns_P + len(response)
-        ids[row, start:stop] = torch.tensor(prefix + response)
-        mask[row, start:stop] = 1
-    mask = mask.to(device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    rows = [prefix + response for prefix, response in zip(prefixes, responses)]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
     # The body without its LM head: logits of the prefix are never computed, those of the response only a chunk at a time.
-    hidden = model.base_model(input_ids=ids.to(device), attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
-    return hidden[:, columns_P - 1:-1]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    first = torch.tensor([len(prefix) - 1 for prefix in prefixes], device=device)  # a token is predicted one column before its own
+    columns = first[:, None] + torch.arange(max(map(len, responses)), device=device)
+    return hidden[torch.arange(len(rows), device=device)[:, None], columns.clamp(max=width - 1)]
 
 
 def log_law(hidden: Tensor, lm_head, temperature: float) -> Tensor:

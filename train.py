@@ -73,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     steps.add_argument("--lr", type=float, help="learning rate, constant (1e-6)")
     steps.add_argument("--optimizer", choices=["adamw", "adamw8bit"], help="adamw8bit (package torchao): bf16 weights with stochastic rounding, "
                        "8-bit moments, a third of the memory (default: adamw)")
-    steps.add_argument("--tokens-per-microbatch", type=int, help="padded tokens in one forward pass; less needs less memory (default: 16384)")
+    steps.add_argument("--tokens-per-microbatch", type=int, help="padded tokens in one forward pass; less needs less memory and pads less (default: 4096)")
     steps.add_argument("--dtype", choices=["fp32", "bf16"], help="of the forward pass; adamw's weights stay fp32 (default: bf16 on a GPU, else fp32)")
     steps.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
     run = parser.add_argument_group("the run")
@@ -112,7 +112,7 @@ def complete_args(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     for name, value in dict(model="tiny", task="sums", thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="raw",
-                            baseline_decay=0.9, mask_truncated=False, temperature=1.0, optimizer="adamw", tokens_per_microbatch=16384, seed=0, save_every=25,
+                            baseline_decay=0.9, mask_truncated=False, temperature=1.0, optimizer="adamw", tokens_per_microbatch=4096, seed=0, save_every=25,
                             device="cuda" if torch.cuda.is_available() else "cpu").items():
         default(name, value)
     default("group_size", 8 if args.algo == "grpo" else 1)
@@ -253,7 +253,7 @@ def make_optimizer(policy: Policy, args: argparse.Namespace):
     to zero would be divided by, and with 1e-15 single weights jump by more than 10 (seen in the third step of a trial)."""
     settings = dict(lr=args.lr, betas=(0.9, 0.999), weight_decay=0.0)
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(policy.model.parameters(), **settings, eps=1e-15)
+        return torch.optim.AdamW(policy.model.parameters(), **settings, eps=1e-15, fused=True)  # without it: a copy of the second moments a step
     try:
         from torchao.optim import AdamW8bit
     except ImportError:
@@ -284,7 +284,8 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
     log-probability of each token at the moment it was drawn.
 
     A loop of our own instead of `generate`, which takes top_k, top_p, min_p, temperature and penalties from the checkpoint's generation
-    config, so that the law that is sampled is not the law that is scored. Sequences that are finished leave the batch and its cache.
+    config, so that the law that is sampled is not the law that is scored. Sequences that are finished leave the batch and its cache, and a prompt
+    that is asked several times (a group of grpo) is read once.
     """
     from transformers import DynamicCache
 
@@ -296,9 +297,10 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
     model, device = policy.model, policy.device
     was_training = model.training
     model.eval()
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    width = max(map(len, distinct))
+    ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in distinct], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in distinct], device=device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = Cache(config=model.config)
     responses: list[list[int]] = [[] for _ in prompts]
@@ -308,6 +310,10 @@ def sample(policy: Policy, prompts: list[list[int]], max_new_tokens: int, temper
         for _ in range(max_new_tokens):
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True,
                            logits_to_keep=1).logits[:, -1].float()
+            if len(logits) < len(alive):
+                copies = torch.tensor([distinct.index(tuple(prompt)) for prompt in prompts], device=device)
+                cache.batch_select_indices(copies)
+                logits, positions, mask = logits[copies], positions[copies], mask[copies]
             law = (logits / (temperature or 1)).log_softmax(-1)
             chosen = law.argmax(-1) if temperature == 0 else torch.multinomial(law.exp(), 1, generator=generator).squeeze(1)
             drawn = law.gather(-1, chosen[:, None]).squeeze(1)
@@ -396,19 +402,17 @@ def hindsight_ids(policy: Policy, task, one: Played, mode: str, success: bool, a
 # ------------------------------------------------------------------------------------------------------------------- credit and update
 
 def microbatches(rollouts: list[Rollout], budget: int) -> list[list[int]]:
-    """Indices of the rollouts, sorted by length and packed so that rows x (longest prefix + longest response) stays within `budget` tokens.
+    """Indices of the rollouts, sorted by the length of their longer view and packed so that rows x longest row stays within `budget` tokens.
 
     A long rollout may stand alone above the budget. Sorting keeps padding small: a batch by count pays for its longest member in every row.
     """
-    sizes = [(max(len(rollout.causal_prefix), len(rollout.hindsight_prefix)), len(rollout.tokens)) for rollout in rollouts]
-    batches, longest = [[]], (0, 0)
-    for index in sorted(range(len(rollouts)), key=lambda index: sum(sizes[index])):
-        longest = tuple(map(max, longest, sizes[index]))
-        if batches[-1] and (len(batches[-1]) + 1) * sum(longest) > budget:
+    sizes = [max(len(rollout.causal_prefix), len(rollout.hindsight_prefix)) + len(rollout.tokens) for rollout in rollouts]
+    batches = [[]]
+    for index in sorted(range(len(rollouts)), key=sizes.__getitem__):
+        if batches[-1] and (len(batches[-1]) + 1) * sizes[index] > budget:
             batches.append([])
-            longest = sizes[index]
         batches[-1].append(index)
-    return [batch for batch in batches if batch]
+    return batches
 
 
 def pad(rows: list[list], device, dtype=torch.float32) -> torch.Tensor:

@@ -3,17 +3,22 @@
     python assets/evidence.py shuffle [train.py's flags]     credit shuffled within each response: same sizes, wrong places
     python assets/evidence.py contrast [flags]               credit JSD(Q | true verdict, Q | flipped verdict): what the verdict alone contributes
     python assets/evidence.py failures [flags]               credit on failures only, weight 1 on successes
+    python assets/evidence.py copying [flags]                sums, by a policy whose warm-up taught the hindsight view to repeat the attempt
     python assets/evidence.py pass8 RUN                      pass@1 and pass@8 of RUN's model on 100 held-out rows, into RUN/pass8.json
+    python assets/evidence.py place RUN [tiny]               where credit falls in 256 rollouts of sums by RUN's model (or its tiny/), into RUN/place-*.json
+    python assets/evidence.py drift RUN [tiny]               what the update holds that no reward put there, over 64 batches, into RUN/drift-*.json
 """
 import json
+import re
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import envs  # noqa: E402
 import train  # noqa: E402
-from hp_rlvr import token_credit, view_hidden  # noqa: E402
+from hp_rlvr import surprisal_credit, token_credit, token_log_probs, view_hidden  # noqa: E402
 
 
 def shuffle() -> None:
@@ -54,6 +59,16 @@ def failures() -> None:
     train.advantages = on_failures
 
 
+def copying() -> None:
+    demonstration = envs.Sums.demonstration
+
+    def repeated(self, rng, view, hindsight_prompt):
+        shown = []
+        [(message, answer)] = demonstration(self, rng, view, lambda *arguments: shown.append(arguments[1]) or hindsight_prompt(*arguments))
+        return [(message, shown[0] if view == "attempt" else answer)]
+    envs.Sums.demonstration = repeated
+
+
 def load(run: str, model: str = "model"):
     """(args, task, policy) of a finished run."""
     args = train.parse_args(["--resume", run])
@@ -70,10 +85,113 @@ def pass8(run: str) -> None:
     Path(run, "pass8.json").write_text(json.dumps({"pass@1": right.mean().item(), "pass@8": right.amax(1).mean().item()}))
 
 
+def rollouts_of(args, task, policy, rows: list[dict], seed: int):
+    """What was played on `rows`, and the rollouts with both views."""
+    played = train.play(policy, task, rows, args, args.temperature, torch.Generator(policy.device).manual_seed(seed), train.Clock())
+    return played, train.make_rollouts(policy, task, played, args)
+
+
+CARRY = re.compile(r"=(\d+), (\w+) (\w+) \d (\w+) carry (\d)\.")
+
+
+def kinds(text: str, ends: list[int]) -> list[str]:
+    """The kind of each token of a worked addition: a carry that was taken or dropped, free wording (the decoy: rare and harmless), or the rest."""
+    found = {}
+    for line in CARRY.finditer(text):
+        found |= {line.start(word): "wording" for word in (2, 3, 4)}
+        if int(line[1]) >= 10:
+            found[line.start(5)] = "dropped" if line[5] == "0" else "taken"
+    found |= {line.start(word): "wording" for line in re.finditer(r"=\d+, (\w+) (\w+) \d+\.$", text, re.MULTILINE) for word in (1, 2)}
+    return [next((found[place] for place in range(start, end) if place in found), "rest") for start, end in zip([0, *ends], ends)]
+
+
+def auc(scores: torch.Tensor, chosen: torch.Tensor, among: torch.Tensor) -> float | None:
+    """Chance that a chosen token scores higher than one of `among`, ties half."""
+    one, other = scores[chosen][:, None], scores[among][None]
+    return ((one > other).float().mean() + (one == other).float().mean() / 2).item() if one.numel() and other.numel() else None
+
+
+@torch.no_grad()
+def place(run: str, model: str = "model") -> None:
+    args, task, policy = load(run, model)
+    args.algo = "hp_rlvr"
+    columns = dict.fromkeys(("credit", "surprisal", "entropy", "random", "flip", "kind", "right", "after"), ())
+    for start in range(0, 256, 64):
+        played, rollouts = rollouts_of(args, task, policy, task.test[start:start + 64], start)
+        for one, rollout in zip(played, rollouts):
+            text = one.episode.responses[0]
+            kind = kinds(text, [len(policy.tokenizer.decode(rollout.tokens[:count + 1])) for count in range(len(rollout.tokens))])
+            right = rollout.reward == 1
+            if right == ("dropped" in kind):
+                continue  # wrong for another reason than a carry
+            mask = torch.ones(1, len(kind))
+            causal, true, flipped = (view_hidden(policy.model, [prefix], [rollout.tokens]) for prefix in (
+                rollout.causal_prefix, rollout.hindsight_prefix, train.hindsight_ids(policy, task, one, args.hindsight, not right, args)))
+            log_prob, entropy = token_log_probs(causal, policy.lm_head, torch.tensor([rollout.tokens]), mask, args.temperature)
+            first = kind.index("dropped") if "dropped" in kind else len(kind)
+            new = dict(credit=token_credit(causal, true, policy.lm_head, mask)[0].tolist(), surprisal=surprisal_credit(log_prob.exp())[0].tolist(),
+                       entropy=entropy[0].tolist(), random=torch.rand(len(kind)).tolist(), flip=token_credit(true, flipped, policy.lm_head, mask)[0].tolist(),
+                       kind=kind, right=[right] * len(kind), after=[place > first for place in range(len(kind))])
+            columns = {name: (*columns[name], *new[name]) for name in columns}
+    kind, right, after = columns.pop("kind"), torch.tensor(columns.pop("right")), torch.tensor(columns.pop("after"))
+    score = {name: torch.tensor(values) for name, values in columns.items()}
+    at = lambda *names: torch.tensor([one in names for one in kind])
+    decisive = {"right": at("taken") & right, "wrong": at("dropped") & ~right}
+    whose = {"right": right, "wrong": ~right}
+    result = dict(tokens={name: int((at(name)).sum()) for name in ("taken", "dropped", "wording", "rest")},
+                  credit_by_kind={f"{word} {name}": score["credit"][at(name) & whose[word]].mean().item() for word in whose
+                                  for name in ("taken", "dropped", "wording", "rest") if (at(name) & whose[word]).any()},
+                  flip_by_kind={name: score["flip"][at(name)].mean().item() for name in ("taken", "dropped", "wording", "rest") if at(name).any()},
+                  auc={f"{name}, {word}": [auc(score[name], decisive[word], whose[word] & ~at("taken", "dropped")), auc(score[name], decisive[word], whose[word] & at("wording"))]
+                       for name in ("credit", "surprisal", "entropy", "flip", "random") for word in whose},
+                  after_mistake=dict(tokens=after[~right].float().mean().item(), credit=(score["credit"][after].sum() / score["credit"][~right].sum()).item()),
+                  from_surprisal=dict(mean=(score["credit"] - score["surprisal"]).abs().mean().item(), most=(score["credit"] - score["surprisal"]).abs().max().item()))
+    Path(run, f"place-{model}.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1))
+
+
+def drift(run: str, model: str = "model", batches: int = 64, size: int = 16) -> None:
+    """Norms of E[w grad log pi] for w = c, 1 (no reward in them: the drift) and c (R - b), R - b (what is meant), b the mean reward."""
+    args, task, policy = load(run, model)
+    args.algo = "hp_rlvr"
+    collected = {name: [] for name in ("c", "1", "c A", "A")}
+    rewards, numbers = [], range(batches)
+    work = []
+    for number in numbers:
+        rows = [task.train[(number * size + place) % len(task.train)] for place in range(size)]
+        work.append(rollouts_of(args, task, policy, rows, number)[1])
+        rewards += [rollout.reward for rollout in work[-1]]
+    baseline = sum(rewards) / len(rewards)
+    normaliser = sum(len(rollout.tokens) for rollouts in work for rollout in rollouts) / batches  # a constant: a batch's own count would bias it
+    for rollouts in work:
+        causal, _, responses = train.views(rollouts)
+        mask, tokens = train.pad([[1] * len(one) for one in responses], policy.device), train.pad(responses, policy.device, torch.long)
+        hidden = view_hidden(policy.model, causal, responses)
+        credit, _, _ = train.score(policy, rollouts, mask, args, hidden.detach())
+        log_prob, _ = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)
+        advantage = torch.tensor([[rollout.reward - baseline] for rollout in rollouts])
+        for name, weight in (("c", credit), ("1", mask), ("c A", credit * advantage), ("A", mask * advantage)):
+            gradient = torch.autograd.grad((weight * log_prob * mask).sum() / normaliser, list(policy.model.parameters()), retain_graph=True)
+            collected[name].append(torch.cat([one.flatten() for one in gradient]))
+    result = dict(reward=baseline)
+    for name, gradients in collected.items():
+        gram = torch.stack(gradients) @ torch.stack(gradients).T
+
+        def squared(kept):  # unbiased for the squared norm of the mean: products of different batches alone
+            part = gram[kept][:, kept]
+            return ((part.sum() - part.trace()) / (len(kept) * (len(kept) - 1))).item()
+        whole = squared(list(numbers))
+        left = torch.tensor([squared([other for other in numbers if other != number]) for number in numbers])
+        result[name] = dict(squared_norm_of_mean=whole, standard_error=((batches - 1) * left.var(unbiased=False)).sqrt().item(),
+                            mean_squared_norm=(gram.trace() / batches).item())
+    Path(run, f"drift-{model}.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1))
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    if what == "pass8":
-        pass8(*rest)
+    if what in ("pass8", "place", "drift"):
+        globals()[what](*rest)
     else:
-        dict(shuffle=shuffle, contrast=contrast, failures=failures)[what]()
+        dict(shuffle=shuffle, contrast=contrast, failures=failures, copying=copying)[what]()
         sys.exit(train.main(rest))
