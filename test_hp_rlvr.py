@@ -119,7 +119,7 @@ def seeded(seed=0):
 
 def settings(**changes):
     return SimpleNamespace(**dict(algo="hp_rlvr", hindsight="attempt", group_size=1, temperature=T, thinking=False, max_new_tokens=8,
-                                  max_context=1000) | changes)
+                                  max_context=1000, tokens_per_microbatch=1000) | changes)
 
 
 def some_rollouts(vocab=40, lengths=((5, 9, 4), (8, 12, 7), (3, 4, 1), (6, 17, 6))):

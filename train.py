@@ -506,14 +506,14 @@ def evaluate(policy: Policy, task, rows: list[dict], args: argparse.Namespace) -
 @torch.no_grad()
 def verdict_diagnostics(policy: Policy, task, sampled: list[Played], args: argparse.Namespace) -> dict:
     """flip: mean JSD(Q | true verdict, Q | flipped verdict). credit_floor: mean credit under a hindsight text that says nothing."""
+    rollouts = make_rollouts(policy, task, sampled, args)
     flip = floor = count = 0.0
-    for one in sampled:
-        success = one.episode.reward == 1
-        prefixes = [one.prefix, *(hindsight_ids(policy, task, one, mode, verdict, args)
-                                  for mode, verdict in ((args.hindsight, success), (args.hindsight, not success), ("null", success)))]
-        mask = torch.tensor([one.action_mask], device=policy.device)
+    for batch in microbatches(rollouts, args.tokens_per_microbatch):
+        part, responses = [rollouts[i] for i in batch], [rollouts[i].tokens for i in batch]
+        mask = pad([rollout.action_mask for rollout in part], policy.device)
+        flipped, null = ([hindsight_ids(policy, task, sampled[i], mode, rollouts[i].reward != 1, args) for i in batch] for mode in (args.hindsight, "null"))
         with policy.autocast():
-            causal, true, flipped, null = view_hidden(policy.model, prefixes, [one.tokens] * 4).unsqueeze(1)
+            causal, true, flipped, null = (view_hidden(policy.model, prefixes, responses) for prefixes in (*views(part)[:2], flipped, null))
             flip += token_credit(true, flipped, policy.lm_head, mask, args.temperature).sum().item()
             floor += token_credit(causal, null, policy.lm_head, mask, args.temperature).sum().item()
         count += mask.sum().item()

@@ -1,17 +1,20 @@
-"""What a step costs: HP-RLVR, its two-pass scales, REINFORCE and GRPO, one step of each in turn on the same prompts, in one process.
+"""What things cost, compared in turn in one process; flags are train.py's: --model ... --task gsm8k --data ... --prompts-per-step 4 --max-new-tokens 64
 
-    python assets/bench.py ROUNDS [train.py's flags: --model ... --task gsm8k --data ... --prompts-per-step 4 --max-new-tokens 64]
+    python assets/bench.py steps ROUNDS [flags]      a step of HP-RLVR, of its two-pass scales, of REINFORCE and of GRPO, on the same prompts
+    python assets/bench.py rollout ROUNDS [flags]    our sampling loop beside transformers' three, with the gap of each between the law that it
+                                                     sampled and the law that is scored
 """
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from hp_rlvr import EMABaseline  # noqa: E402
+from hp_rlvr import EMABaseline, token_log_probs, view_hidden  # noqa: E402
 
 ARMS = {"hp_rlvr": [], "hp_rlvr, mixed": ["--credit-scale", "mixed"], "reinforce": ["--algo", "reinforce"], "grpo, 8 rollouts": ["--algo", "grpo"]}
 
@@ -29,12 +32,16 @@ def peak_gb() -> float:
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")) / 1e6
 
 
-def main(rounds: str, *flags: str) -> None:
-    arms = {name: train.parse_args([*flags, *extra]) for name, extra in ARMS.items()}
-    args = arms["hp_rlvr"]
+def load(args):
     task = train.make_task(args)
     torch.manual_seed(args.seed)
-    policy = train.load_policy(args, task, Path(tempfile.mkdtemp()))
+    return task, train.load_policy(args, task, Path(tempfile.mkdtemp()))
+
+
+def steps(rounds: str, *flags: str) -> None:
+    arms = {name: train.parse_args([*flags, *extra]) for name, extra in ARMS.items()}
+    args = arms["hp_rlvr"]
+    task, policy = load(args)
     optimizer = train.make_optimizer(policy, args)
     prompts, found = train.Prompts(task.train, args.seed), {name: [] for name in arms}
     for turn in range(int(rounds) + 1):  # the first turn fills caches and the optimiser's state, and is left out
@@ -58,5 +65,60 @@ def main(rounds: str, *flags: str) -> None:
               f"| {mean(name, 'trained_tokens'):,.0f} | {max(one['peak'] for one in found[name]):.1f} |")
 
 
+def generated(policy, prompts: list[list[int]], new_tokens: int, temperature: float, **settings):
+    """Responses and the log-probabilities of their tokens when drawn, by `generate`: everything that a checkpoint's config could change is given."""
+    from transformers import GenerationConfig
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=policy.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=policy.device)
+    config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=sorted(policy.eos_ids),
+                              pad_token_id=min(policy.eos_ids), return_dict_in_generate=True, output_scores=True, **settings)
+    with policy.autocast():
+        result = policy.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+    drawn = torch.stack([scores.float().log_softmax(-1).gather(1, token[:, None])[:, 0] for scores, token in zip(result.scores, result.sequences[:, width:].T)], 1)
+    responses = []
+    for row in result.sequences[:, width:].tolist():
+        end = next((place for place, token in enumerate(row) if token in policy.eos_ids), len(row) - 1)
+        responses.append(row[:end + 1])
+    return responses, [row[:len(response)] for row, response in zip(drawn.tolist(), responses)]
+
+
+def batched(policy, prompts: list[list[int]], new_tokens: int, temperature: float):
+    """The same by transformers' continuous batching."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=sorted(policy.eos_ids),
+                              pad_token_id=min(policy.eos_ids))
+    with policy.autocast():
+        result = policy.model.generate_batch(prompts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True))
+    rows = [result[name] for name in sorted(result, key=lambda name: int(name.split("_")[-1]))]
+    return [row.generated_tokens for row in rows], [row.logprobs for row in rows]
+
+
+@torch.no_grad()
+def rollout(rounds: str, *flags: str) -> None:
+    args = train.parse_args(list(flags))
+    task, policy = load(args)
+    batch, found = train.Prompts(task.train, args.seed), {}
+    for turn in range(int(rounds) + 1):
+        prompts = [train.envs.prompt_ids(policy.tokenizer, row["prompt"], args.thinking) for row in batch.next(args.prompts_per_step)]
+        generator = torch.Generator(policy.device).manual_seed(turn)
+        size = (policy, prompts, args.max_new_tokens, args.temperature)
+        for name, path in {"this program": lambda: train.sample(*size, generator), "generate, dynamic cache": lambda: generated(*size),
+                           "generate, static cache": lambda: generated(*size, cache_implementation="static"), "generate_batch": lambda: batched(*size)}.items():
+            start = time.perf_counter()
+            responses, drawn = path()
+            seconds = time.perf_counter() - start
+            tokens, mask = train.pad(responses, policy.device, torch.long), train.pad([[1] * len(one) for one in responses], policy.device)
+            with policy.autocast():
+                scored, _ = token_log_probs(view_hidden(policy.model, prompts, responses), policy.lm_head, tokens, mask, args.temperature)
+            gap = ((scored - train.pad(drawn, policy.device)).abs() * mask).max().item()
+            if turn:
+                found.setdefault(name, []).append((mask.sum().item() / seconds, gap))
+    print("| path | tokens/s, of this program's (each round) | largest difference of log-probabilities, drawn and scored |\n|---|---|---|")
+    for name, ours in found.items():
+        ratios = sorted(speed / own for (speed, _), (own, _) in zip(ours, found["this program"]))
+        print(f"| {name} | {' '.join(f'{ratio:.2f}' for ratio in ratios)} | {max(gap for _, gap in ours):.1e} |")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    dict(steps=steps, rollout=rollout)[sys.argv[1]](*sys.argv[2:])
