@@ -1593,6 +1593,37 @@ def test_a_full_disk_is_one_line_exit_code_2_and_leaves_what_was_saved(first_run
     assert "could not save" in said.err and "Traceback" not in said.err and code == 2
 
 
+def test_non_finite_steps_are_skipped_and_counted_and_three_in_a_row_end_the_run(tiny, tmp_path, monkeypatch, capfd):
+    loss, calls = train.policy_loss, []
+
+    def bad(at):
+        def sometimes(*arguments):
+            calls.append(1)
+            return loss(*arguments) * (float("nan") if len(calls) in at else 1)
+        calls.clear()
+        monkeypatch.setattr(train, "policy_loss", sometimes)
+    flags = ["--eval-every", "0", "--save-every", "1"]
+    bad({2, 3, 5})
+    assert [line["steps_skipped"] for line in small_run(tmp_path / "some", tiny, *flags, "--steps", 6)] == [None, 0, 1, 2, 2, 3, 3]
+    assert all(weight.isfinite().all() for weight in weights(tmp_path / "some" / "model").values())
+    bad({2, 3, 4})
+    capfd.readouterr()
+    assert train.main([*SMALL, *flags, "--steps", "6", "--model", str(tiny), "--out", str(tmp_path / "all")]) == 1
+    said = capfd.readouterr().err
+    assert "three steps in a row" in said and "--lr" in said and "Traceback" not in said
+    assert torch.load(tmp_path / "all" / "checkpoint" / "state.pt", weights_only=True)["step"] == 3
+
+
+def test_too_little_gpu_memory_is_answered_with_the_flags_that_need_less(tiny, tmp_path, monkeypatch, capfd):
+    def too_much(*arguments, **named):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(train, "train_step", too_much)
+    assert train.main([*SMALL, "--model", str(tiny), "--out", str(tmp_path / "run")]) == 2
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and all(flag in said for flag in ("--tokens-per-microbatch", "--prompts-per-step", "--max-new-tokens", "--optimizer adamw8bit", "--resume"))
+
+
 # ------------------------------------------------------------------------------------------------------------------------- text games
 
 ALFWORLD = SHARED / "data" / "alfworld"
