@@ -8,6 +8,7 @@
     python assets/evidence.py place RUN [tiny]               where credit falls in 256 rollouts of sums by RUN's model (or its tiny/), into RUN/place-*.json
     python assets/evidence.py drift RUN [tiny]               what the update holds that no reward put there, over 64 batches, into RUN/drift-*.json
 """
+import functools
 import json
 import re
 import sys
@@ -67,6 +68,8 @@ def copying() -> None:
         [(message, answer)] = demonstration(self, rng, view, lambda *arguments: shown.append(arguments[1]) or hindsight_prompt(*arguments))
         return [(message, shown[0] if view == "attempt" else answer)]
     envs.Sums.demonstration = repeated
+    envs.VIEWS = ("causal", "null", "attempt", "attempt")
+    envs.tiny_policy = functools.partial(envs.tiny_policy, steps=1200)  # wording is copied word by word from about the 900th on
 
 
 def load(run: str, model: str = "model"):
@@ -144,7 +147,7 @@ def place(run: str, model: str = "model") -> None:
                   flip_by_kind={name: score["flip"][at(name)].mean().item() for name in ("taken", "dropped", "wording", "rest") if at(name).any()},
                   auc={f"{name}, {word}": [auc(score[name], decisive[word], whose[word] & ~at("taken", "dropped")), auc(score[name], decisive[word], whose[word] & at("wording"))]
                        for name in ("credit", "surprisal", "entropy", "flip", "random") for word in whose},
-                  after_mistake=dict(tokens=after[~right].float().mean().item(), credit=(score["credit"][after].sum() / score["credit"][~right].sum()).item()),
+                  after_mistake=dict(tokens=after[~right].float().mean().item(), credit=(score["credit"][after].sum() / score["credit"][~right].sum()).item()) if after.any() else None,
                   from_surprisal=dict(mean=(score["credit"] - score["surprisal"]).abs().mean().item(), most=(score["credit"] - score["surprisal"]).abs().max().item()))
     Path(run, f"place-{model}.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
