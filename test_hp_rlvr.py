@@ -1252,11 +1252,12 @@ def test_a_kill_in_the_middle_of_saving_leaves_the_last_checkpoint(tmp_path, mon
     assert torch.load(tmp_path / "checkpoint" / "state.pt", weights_only=True) == dict(step=1)
 
 
-def check_kills(kills: int, tiny: Path, folder: Path) -> None:
+def test_a_run_that_is_killed_loses_at_most_the_step_since_its_last_checkpoint(tiny, tmp_path):
     """`kill -9`, alternately as soon as a half-written checkpoint is there and at a random moment after a step; then --resume, and so on. Each time
-    the state on disk is whole and at most one save interval old; the run that was killed ends bit for bit as the one that was not."""
+    the state on disk is whole and at most one save interval old; the run that was killed ends bit for bit as the one that was not. KILLS=20 for more."""
+    kills = int(os.environ.get("KILLS", 2))
     flags = ["--steps", 5 * kills, "--save-every", 1, "--eval-every", 0, "--prompts-per-step", 2]
-    straight, out, random_, done = small_run(folder / "straight", tiny, *flags), folder / "killed", random.Random(kills), 0
+    straight, out, random_, done = small_run(tmp_path / "straight", tiny, *flags), tmp_path / "killed", random.Random(kills), 0
     for kill in range(kills):
         arguments = ["--resume", out] if kill else [*SMALL, "--model", tiny, "--out", out, *flags]
         process = subprocess.Popen([sys.executable, "train.py", *map(str, arguments)], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -1276,16 +1277,7 @@ def check_kills(kills: int, tiny: Path, folder: Path) -> None:
         done = saved
     finished = program("--resume", out)
     assert finished.returncode == 0, finished.stderr
-    assert steady(metrics_of(out)) == steady(straight) and same_weights(out / "model", folder / "straight" / "model")
-
-
-def test_a_run_that_is_killed_loses_at_most_the_step_since_its_last_checkpoint(tiny, tmp_path):
-    check_kills(2, tiny, tmp_path)
-
-
-@sweep
-def test_sweep_twenty_kills(tiny, tmp_path):
-    check_kills(20, tiny, tmp_path)
+    assert steady(metrics_of(out)) == steady(straight) and same_weights(out / "model", tmp_path / "straight" / "model")
 
 
 @pytest.fixture(scope="session")

@@ -88,8 +88,9 @@ def batched(policy, prompts: list[list[int]], new_tokens: int, temperature: floa
     from transformers import ContinuousBatchingConfig, GenerationConfig
     config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=sorted(policy.eos_ids),
                               pad_token_id=min(policy.eos_ids))
+    room = dict() if torch.cuda.is_available() else dict(max_memory_percent=0.1)  # of what is free: its default takes all that a CPU has
     with policy.autocast():
-        result = policy.model.generate_batch(prompts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True))
+        result = policy.model.generate_batch(prompts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, **room))
     rows = [result[name] for name in sorted(result, key=lambda name: int(name.split("_")[-1]))]
     return [row.generated_tokens for row in rows], [row.logprobs for row in rows]
 
