@@ -1362,7 +1362,7 @@ def test_truncated_responses_are_trained_unless_masked_and_a_batch_without_token
     assert trained[2]["baseline"] == masked[2]["baseline"] == 0.45
 
 
-@pytest.mark.parametrize("flags", [("--hindsight", "digest"), ("--hindsight", "outcome"), ("--credit-scale", "batch"), ("--credit-scale", "mixed")])
+@pytest.mark.parametrize("flags", [("--hindsight", "digest"), ("--hindsight", "outcome"), ("--credit-scale", "batch"), ("--credit-scale", "raw")])
 def test_hindsight_texts_and_credit_scales_change_the_step_but_not_the_rollouts(first_run, tiny, tmp_path, flags):
     ours, default = small_run(tmp_path / "run", tiny, *flags, "--steps", 1)[1], metrics_of(first_run.out)[1]
     assert (ours["reward_mean"], ours["generated_tokens"]) == (default["reward_mean"], default["generated_tokens"])

@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("the algorithm")
     how.add_argument("--algo", choices=["hp_rlvr", "grpo", "reinforce", "surprisal"], help="(default: hp_rlvr)")
     how.add_argument("--hindsight", choices=["attempt", "digest", "outcome"], help="what the hindsight view is shown (default: attempt)")
-    how.add_argument("--credit-scale", choices=["raw", "batch", "mixed"], help="token weights from credit (default: raw)")
+    how.add_argument("--credit-scale", choices=["raw", "batch", "mixed"], help="token weights from credit; raw is the bare equation (default: mixed)")
     how.add_argument("--baseline-decay", type=float, help="decay of the moving average of rewards (default: 0.9)")
     how.add_argument("--group-size", type=int, help="rollouts per prompt (default: 8 for grpo, else 1)")
     how.add_argument("--mask-truncated", action="store_true", default=None, help="leave truncated responses out of the loss (biased towards rambling)")
@@ -111,7 +111,7 @@ def complete_args(args: argparse.Namespace) -> None:
     def default(name, value):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name, value in dict(model="tiny", task="sums", thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="raw",
+    for name, value in dict(model="tiny", task="sums", thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="mixed",
                             baseline_decay=0.9, mask_truncated=False, temperature=1.0, optimizer="adamw", tokens_per_microbatch=4096, seed=0, save_every=25,
                             device="cuda" if torch.cuda.is_available() else "cpu").items():
         default(name, value)

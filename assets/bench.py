@@ -1,6 +1,6 @@
 """What things cost, compared in turn in one process; flags are train.py's: --model ... --task gsm8k --data ... --prompts-per-step 4 --max-new-tokens 64
 
-    python assets/bench.py steps ROUNDS [flags]      a step of HP-RLVR, of its two-pass scales, of REINFORCE and of GRPO, on the same prompts
+    python assets/bench.py steps ROUNDS [flags]      a step of HP-RLVR in one pass and in two, of REINFORCE and of GRPO, on the same prompts
     python assets/bench.py rollout ROUNDS [flags]    our sampling loop beside transformers' three, with the gap of each between the law that it
                                                      sampled and the law that is scored
 """
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
 from hp_rlvr import EMABaseline, token_log_probs, view_hidden  # noqa: E402
 
-ARMS = {"hp_rlvr": [], "hp_rlvr, mixed": ["--credit-scale", "mixed"], "reinforce": ["--algo", "reinforce"], "grpo, 8 rollouts": ["--algo", "grpo"]}
+ARMS = {"hp_rlvr, raw": ["--credit-scale", "raw"], "hp_rlvr": [], "reinforce": ["--algo", "reinforce"], "grpo, 8 rollouts": ["--algo", "grpo"]}
 
 
 def peak_reset() -> None:
