@@ -23,13 +23,7 @@ def peak_reset() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_gb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")) / 1e6
+        Path("/proc/self/clear_refs").write_text("5")  # what getrusage says of the process starts again from here
 
 
 def load(args):
@@ -52,7 +46,7 @@ def steps(rounds: str, *flags: str) -> None:
             peak_reset()
             metrics = train.step_metrics(train.train_step(policy, optimizer, task, rows, EMABaseline(0.9), generator, arm, clock), arm)
             if turn:
-                found[name].append(metrics | clock.take() | dict(peak=peak_gb()))
+                found[name].append(metrics | clock.take() | dict(peak=train.peak_memory_gb(policy.device)))
     task.close()
     mean = lambda name, key: statistics.mean(one[key] for one in found[name])
     whole = lambda one: sum(one[f"seconds_{phase}"] for phase in train.PHASES)
@@ -65,14 +59,19 @@ def steps(rounds: str, *flags: str) -> None:
               f"| {mean(name, 'trained_tokens'):,.0f} | {max(one['peak'] for one in found[name]):.1f} |")
 
 
-def generated(policy, prompts: list[list[int]], new_tokens: int, temperature: float, **settings):
-    """Responses and the log-probabilities of their tokens when drawn, by `generate`: everything that a checkpoint's config could change is given."""
+def plain_sampling(policy, new_tokens: int, temperature: float, **settings):
+    """A generation config that gives everything that a checkpoint's own could change."""
     from transformers import GenerationConfig
+    return GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=sorted(policy.eos_ids),
+                            pad_token_id=min(policy.eos_ids), **settings)
+
+
+def generated(policy, prompts: list[list[int]], new_tokens: int, temperature: float, **settings):
+    """Responses and the log-probabilities of their tokens when drawn, by `generate`."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=policy.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=policy.device)
-    config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=sorted(policy.eos_ids),
-                              pad_token_id=min(policy.eos_ids), return_dict_in_generate=True, output_scores=True, **settings)
+    config = plain_sampling(policy, new_tokens, temperature, return_dict_in_generate=True, output_scores=True, **settings)
     with policy.autocast():
         result = policy.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
     drawn = torch.stack([scores.float().log_softmax(-1).gather(1, token[:, None])[:, 0] for scores, token in zip(result.scores, result.sequences[:, width:].T)], 1)
@@ -85,9 +84,8 @@ def generated(policy, prompts: list[list[int]], new_tokens: int, temperature: fl
 
 def batched(policy, prompts: list[list[int]], new_tokens: int, temperature: float):
     """The same by transformers' continuous batching."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-    config = GenerationConfig(do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=new_tokens, eos_token_id=sorted(policy.eos_ids),
-                              pad_token_id=min(policy.eos_ids))
+    from transformers import ContinuousBatchingConfig
+    config = plain_sampling(policy, new_tokens, temperature)
     room = dict() if torch.cuda.is_available() else dict(max_memory_percent=0.1)  # of what is free: its default takes all that a CPU has
     with policy.autocast():
         result = policy.model.generate_batch(prompts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, **room))

@@ -94,6 +94,7 @@ def rollouts_of(args, task, policy, rows: list[dict], seed: int):
     return played, train.make_rollouts(policy, task, played, args)
 
 
+KINDS = ("taken", "dropped", "wording", "rest")
 CARRY = re.compile(r"=(\d+), (\w+) (\w+) \d (\w+) carry (\d)\.")
 
 
@@ -118,7 +119,8 @@ def auc(scores: torch.Tensor, chosen: torch.Tensor, among: torch.Tensor) -> floa
 def place(run: str, model: str = "model") -> None:
     args, task, policy = load(run, model)
     args.algo = "hp_rlvr"
-    columns = dict.fromkeys(("credit", "surprisal", "entropy", "random", "flip", "kind", "right", "after"), ())
+    torch.manual_seed(args.seed)
+    columns = {name: [] for name in ("credit", "surprisal", "entropy", "random", "flip", "kind", "right", "after")}
     for start in range(0, 256, 64):
         played, rollouts = rollouts_of(args, task, policy, task.test[start:start + 64], start)
         for one, rollout in zip(played, rollouts):
@@ -135,16 +137,17 @@ def place(run: str, model: str = "model") -> None:
             new = dict(credit=token_credit(causal, true, policy.lm_head, mask)[0].tolist(), surprisal=surprisal_credit(log_prob.exp())[0].tolist(),
                        entropy=entropy[0].tolist(), random=torch.rand(len(kind)).tolist(), flip=token_credit(true, flipped, policy.lm_head, mask)[0].tolist(),
                        kind=kind, right=[right] * len(kind), after=[place > first for place in range(len(kind))])
-            columns = {name: (*columns[name], *new[name]) for name in columns}
+            for name in columns:
+                columns[name] += new[name]
     kind, right, after = columns.pop("kind"), torch.tensor(columns.pop("right")), torch.tensor(columns.pop("after"))
     score = {name: torch.tensor(values) for name, values in columns.items()}
     at = lambda *names: torch.tensor([one in names for one in kind])
     decisive = {"right": at("taken") & right, "wrong": at("dropped") & ~right}
     whose = {"right": right, "wrong": ~right}
-    result = dict(tokens={name: int((at(name)).sum()) for name in ("taken", "dropped", "wording", "rest")},
+    result = dict(tokens={name: int(at(name).sum()) for name in KINDS},
                   credit_by_kind={f"{word} {name}": score["credit"][at(name) & whose[word]].mean().item() for word in whose
-                                  for name in ("taken", "dropped", "wording", "rest") if (at(name) & whose[word]).any()},
-                  flip_by_kind={name: score["flip"][at(name)].mean().item() for name in ("taken", "dropped", "wording", "rest") if at(name).any()},
+                                  for name in KINDS if (at(name) & whose[word]).any()},
+                  flip_by_kind={name: score["flip"][at(name)].mean().item() for name in KINDS if at(name).any()},
                   auc={f"{name}, {word}": [auc(score[name], decisive[word], whose[word] & ~at("taken", "dropped")), auc(score[name], decisive[word], whose[word] & at("wording"))]
                        for name in ("credit", "surprisal", "entropy", "flip", "random") for word in whose},
                   after_mistake=dict(tokens=after[~right].float().mean().item(), credit=(score["credit"][after].sum() / score["credit"][~right].sum()).item()) if after.any() else None,
@@ -178,7 +181,8 @@ def drift(run: str, model: str = "model", batches: int = 64, size: int = 16) -> 
             collected[name].append(torch.cat([one.flatten() for one in gradient]))
     result = dict(reward=baseline)
     for name, gradients in collected.items():
-        gram = torch.stack(gradients) @ torch.stack(gradients).T
+        stacked = torch.stack(gradients)
+        gram = stacked @ stacked.T
 
         def squared(kept):  # unbiased for the squared norm of the mean: products of different batches alone
             part = gram[kept][:, kept]
