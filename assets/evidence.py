@@ -3,11 +3,18 @@
     python assets/evidence.py shuffle [train.py's flags]     credit shuffled within each response: same sizes, wrong places
     python assets/evidence.py contrast [flags]               credit JSD(Q | true verdict, Q | flipped verdict): what the verdict alone contributes
     python assets/evidence.py failures [flags]               credit on failures only, weight 1 on successes
+    python assets/evidence.py capped [flags]                 credit cut at five times its mean; uncapped: divided by its mean, not cut (--credit-scale batch does both)
+    python assets/evidence.py unit [flags]                   every gradient brought to one length, so that AdamW's memory of longer ones cannot shorten a step
+    python assets/evidence.py beta [flags]                   AdamW's second moments forgotten after some ten steps: betas 0.9, 0.9
+    python assets/evidence.py frozen [flags]                 credit scored by the weights that the run began with
+    python assets/evidence.py unit+contrast [flags]          several of these at once, in this order
     python assets/evidence.py copying [flags]                sums, by a policy whose warm-up taught the hindsight view to repeat the attempt
     python assets/evidence.py pass8 RUN                      pass@1 and pass@8 of RUN's model on 100 held-out rows, into RUN/pass8.json
+    python assets/evidence.py table "ARM=RUN,RUN" ...        the rows of README's tables: mean and standard deviation over an arm's runs
     python assets/evidence.py place RUN [tiny]               where credit falls in 256 rollouts of sums by RUN's model (or its tiny/), into RUN/place-*.json
-    python assets/evidence.py drift RUN [tiny]               what the update holds that no reward put there, over 64 batches, into RUN/drift-*.json
+    python assets/evidence.py drift RUN [tiny]               what the update holds that no reward put there, by scale, over 64 batches, into RUN/drift-*.json
 """
+import copy
 import functools
 import json
 import re
@@ -19,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import envs  # noqa: E402
 import train  # noqa: E402
-from hp_rlvr import surprisal_credit, token_credit, token_log_probs, view_hidden  # noqa: E402
+from hp_rlvr import scale_credit, surprisal_credit, token_credit, token_log_probs, view_hidden  # noqa: E402
 
 
 def shuffle() -> None:
@@ -31,6 +38,33 @@ def shuffle() -> None:
             weight[row, places[:, 0]] = weight[row, places[torch.randperm(len(places)), 0]]
         return weight
     train.scale_credit = shuffled
+
+
+def capped() -> None:
+    train.scale_credit = lambda credit, mask, scale: torch.minimum(credit, 5 * (credit * mask).sum() / mask.sum()) * mask
+
+
+def uncapped() -> None:
+    train.scale_credit = lambda credit, mask, scale: credit / ((credit * mask).sum() / mask.sum()).clamp(min=1e-3) * mask
+
+
+def unit() -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+    torch.nn.utils.clip_grad_norm_ = lambda parameters, longest: clip(parameters, 1e-6)  # shorter than any gradient seen here, far above AdamW's eps
+
+
+def beta() -> None:
+    adamw = torch.optim.AdamW
+    torch.optim.AdamW = lambda parameters, betas, **rest: adamw(parameters, betas=(betas[0], 0.9), **rest)
+
+
+def frozen() -> None:
+    score, first = train.score, []
+
+    def by_first(policy, rollouts, mask, args, hidden=None):
+        first or first.append(copy.deepcopy(policy))
+        return score(first[0], rollouts, mask, args)
+    train.score = by_first
 
 
 def contrast() -> None:
@@ -88,6 +122,29 @@ def pass8(run: str) -> None:
     Path(run, "pass8.json").write_text(json.dumps({"pass@1": right.mean().item(), "pass@8": right.amax(1).mean().item()}))
 
 
+def table(*arms: str) -> None:
+    """Seconds are those of all steps, as a ratio to the run of the same place in the last arm named."""
+    def summary(run: str) -> dict:
+        before, *steps = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        total = lambda *keys: sum(step[key] or 0 for step in steps for key in keys)
+        return dict(reward=total("reward_mean") / len(steps), sampled=steps[-1]["eval_accuracy_sampled"], greedy=steps[-1]["eval_accuracy"],
+                    pass8=json.loads(Path(run, "pass8.json").read_text())["pass@8"], entropy=sum(step["entropy"] for step in steps[-10:]) / 10,
+                    length=sum(step["response_tokens_mean"] for step in steps[-10:]) / 10, homogeneous=total("homogeneous_groups") / len(steps),
+                    zero=total("zero_gradient"), tokens=[round(total(key) / 1000) for key in ("generated_tokens", "scored_tokens", "trained_tokens")],
+                    seconds=total("seconds_rollout", "seconds_verify", "seconds_credit", "seconds_update"))
+    found = {name: [summary(run) for run in runs.split(",")] for name, runs in (arm.split("=") for arm in arms)}
+    *_, control = found.values()
+    print("| arm | seeds | reward, all steps | sampled, after | greedy, after | pass@8 | entropy | length | homogeneous groups | steps without gradient "
+          "| thousand tokens sampled + scored + trained | seconds |\n" + "|---" * 12 + "|")
+    for name, rows in found.items():
+        column = lambda key: torch.tensor([row[key] for row in rows], dtype=torch.float64)
+        spread = lambda values, digits: f"{values.mean():.{digits}f}" + (f" ({values.std():.{digits}f})" if len(values) > 1 else "")
+        ratio = torch.tensor([row["seconds"] / other["seconds"] for row, other in zip(rows, control)])
+        print(f"| {name} | {len(rows)} | " + " | ".join(spread(column(key), 3) for key in ("reward", "sampled", "greedy", "pass8"))
+              + f" | {spread(column('entropy'), 2)} | {column('length').mean():.0f} | {column('homogeneous').mean():.0%} | {column('zero').mean():.0f} | "
+              + " + ".join(f"{sum(part) / len(part):.0f}" for part in zip(*(row["tokens"] for row in rows))) + f" | {spread(ratio, 2)} |")
+
+
 def rollouts_of(args, task, policy, rows: list[dict], seed: int):
     """What was played on `rows`, and the rollouts with both views."""
     played = train.play(policy, task, rows, args, args.temperature, torch.Generator(policy.device).manual_seed(seed), train.Clock())
@@ -121,14 +178,16 @@ def place(run: str, model: str = "model") -> None:
     args.algo = "hp_rlvr"
     torch.manual_seed(args.seed)
     columns = {name: [] for name in ("credit", "surprisal", "entropy", "random", "flip", "kind", "right", "after")}
+    outcomes = dict.fromkeys(("right", "dropped a carry", "another mistake"), 0)
     for start in range(0, 256, 64):
         played, rollouts = rollouts_of(args, task, policy, task.test[start:start + 64], start)
         for one, rollout in zip(played, rollouts):
             text = one.episode.responses[0]
             kind = kinds(text, [len(policy.tokenizer.decode(rollout.tokens[:count + 1])) for count in range(len(rollout.tokens))])
             right = rollout.reward == 1
+            outcomes["right" if right else "dropped a carry" if "dropped" in kind else "another mistake"] += 1
             if right == ("dropped" in kind):
-                continue  # wrong for another reason than a carry
+                continue  # nothing is known of where it went wrong
             mask = torch.ones(1, len(kind))
             causal, true, flipped = (view_hidden(policy.model, [prefix], [rollout.tokens]) for prefix in (
                 rollout.causal_prefix, rollout.hindsight_prefix, train.hindsight_ids(policy, task, one, args.hindsight, not right, args)))
@@ -144,7 +203,7 @@ def place(run: str, model: str = "model") -> None:
     at = lambda *names: torch.tensor([one in names for one in kind])
     decisive = {"right": at("taken") & right, "wrong": at("dropped") & ~right}
     whose = {"right": right, "wrong": ~right}
-    result = dict(tokens={name: int(at(name).sum()) for name in KINDS},
+    result = dict(outcomes=outcomes, tokens={name: int(at(name).sum()) for name in KINDS},
                   credit_by_kind={f"{word} {name}": score["credit"][at(name) & whose[word]].mean().item() for word in whose
                                   for name in KINDS if (at(name) & whose[word]).any()},
                   flip_by_kind={name: score["flip"][at(name)].mean().item() for name in KINDS if at(name).any()},
@@ -157,10 +216,13 @@ def place(run: str, model: str = "model") -> None:
 
 
 def drift(run: str, model: str = "model", batches: int = 64, size: int = 16) -> None:
-    """Norms of E[w grad log pi] for w = c, 1 (no reward in them: the drift) and c (R - b), R - b (what is meant), b the mean reward."""
+    """Squared norms of E[w grad log pi], which no reward put there, and of E[w (R - b) grad log pi], what is meant, b the mean reward; w the credit
+    at each scale, and 1, for which the first is zero."""
     args, task, policy = load(run, model)
     args.algo = "hp_rlvr"
-    collected = {name: [] for name in ("c", "1", "c A", "A")}
+    weights = dict(raw=lambda credit, mask: credit, batch=lambda credit, mask: scale_credit(credit, mask, "batch"),
+                   mixed=lambda credit, mask: scale_credit(credit, mask, "mixed"), uniform=lambda credit, mask: mask)
+    collected = {name + part: [] for name in weights for part in ("", " A")}
     rewards, numbers = [], range(batches)
     work = []
     for number in numbers:
@@ -176,9 +238,11 @@ def drift(run: str, model: str = "model", batches: int = 64, size: int = 16) -> 
         credit, _, _ = train.score(policy, rollouts, mask, args, hidden.detach())
         log_prob, _ = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)
         advantage = torch.tensor([[rollout.reward - baseline] for rollout in rollouts])
-        for name, weight in (("c", credit), ("1", mask), ("c A", credit * advantage), ("A", mask * advantage)):
-            gradient = torch.autograd.grad((weight * log_prob * mask).sum() / normaliser, list(policy.model.parameters()), retain_graph=True)
-            collected[name].append(torch.cat([one.flatten() for one in gradient]))
+        for name, weigh in weights.items():
+            weight = weigh(credit, mask)
+            for part, factor in (("", 1), (" A", advantage)):
+                gradient = torch.autograd.grad((weight * factor * log_prob * mask).sum() / normaliser, list(policy.model.parameters()), retain_graph=True)
+                collected[name + part].append(torch.cat([one.flatten() for one in gradient]))
     result = dict(reward=baseline)
     for name, gradients in collected.items():
         stacked = torch.stack(gradients)
@@ -197,8 +261,9 @@ def drift(run: str, model: str = "model", batches: int = 64, size: int = 16) -> 
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    if what in ("pass8", "place", "drift"):
+    if what in ("pass8", "table", "place", "drift"):
         globals()[what](*rest)
     else:
-        dict(shuffle=shuffle, contrast=contrast, failures=failures, copying=copying)[what]()
+        for variant in what.split("+"):
+            dict(shuffle=shuffle, capped=capped, uncapped=uncapped, unit=unit, beta=beta, frozen=frozen, contrast=contrast, failures=failures, copying=copying)[variant]()
         sys.exit(train.main(rest))
