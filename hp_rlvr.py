@@ -22,7 +22,7 @@ Shapes: B rollouts, T response tokens (padded), D hidden size, V vocabulary. Hid
 to tokens[t] in both views. Softmax, divergence and loss are fp32 whatever the forward pass ran in.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,7 @@ class Rollout:
     reward: float
     truncated: bool              # no EOS within the limit
     group: int                   # rollouts of one prompt share a number
+    flipped_prefix: list[int] = field(default_factory=list)  # hindsight_prefix with the other verdict, where credit is taken between verdicts
 
 
 # ----------------------------------------------------------------------------------------------------------------- the hindsight view

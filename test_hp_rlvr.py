@@ -118,7 +118,7 @@ def seeded(seed=0):
 
 
 def settings(**changes):
-    return SimpleNamespace(**dict(algo="hp_rlvr", hindsight="attempt", group_size=1, temperature=T, thinking=False, max_new_tokens=8,
+    return SimpleNamespace(**dict(algo="hp_rlvr", hindsight="attempt", contrast=False, group_size=1, temperature=T, thinking=False, max_new_tokens=8,
                                   max_context=1000, tokens_per_microbatch=1000) | changes)
 
 
@@ -783,27 +783,30 @@ def test_a_judge_that_fails_pays_nothing_and_is_counted_apart():
 
 @pytest.mark.parametrize("budget", [600, 10 ** 6])  # several micro-batches; one that holds the batch
 @pytest.mark.parametrize("mask_truncated", [False, True])
-@pytest.mark.parametrize("algo, scale", [("hp_rlvr", "raw"), ("hp_rlvr", "mixed"), ("surprisal", "raw"), ("reinforce", "raw"), ("grpo", "raw")])
-def test_one_step_is_the_equation(algo, scale, mask_truncated, budget):
+@pytest.mark.parametrize("algo, scale, contrast", [("hp_rlvr", "raw", False), ("hp_rlvr", "mixed", False), ("hp_rlvr", "raw", True), ("hp_rlvr", "mixed", True),
+                                                   ("surprisal", "raw", False), ("reinforce", "raw", False), ("grpo", "raw", False)])
+def test_one_step_is_the_equation(algo, scale, contrast, mask_truncated, budget):
     """The gradient of a whole step is - sum_t A_t grad log P_t(y_t) / Z with every term by definition, from what was sampled: which responses
     ended, what they said, both prefixes, one forward for each token. The baseline is the one from before, and moves once."""
     tokenizer, model, baseline = toy_tokenizer(), small_model(vocab=len(WORDS)), EMABaseline(0.9, 0.3)
     task = envs.SingleTurn("toy", "Checked.", [], [], lambda text, row: len(text) % 2 == 1, str, bool)
-    args = settings(algo=algo, credit_scale=scale, mask_truncated=mask_truncated, group_size=3 if algo == "grpo" else 1, tokens_per_microbatch=budget,
-                    max_new_tokens=12)
+    args = settings(algo=algo, credit_scale=scale, contrast=contrast, mask_truncated=mask_truncated, group_size=3 if algo == "grpo" else 1,
+                    tokens_per_microbatch=budget, max_new_tokens=12)
     optimizer, prompts = Gradients(model), [word * n + "?" for word in "abcd" for n in (1, 2, 3)]
     policy = policy_of(model, eos=(1, 4), tokenizer=tokenizer)
     one = train.train_step(policy, optimizer, task, [dict(prompt=prompt) for prompt in prompts], baseline, seeded(), args, train.Clock())
-    logp, credit, reward, trained, ended = [], [], [], [], []
+    logp, credit, reward, trained, ended, copied = [], [], [], [], [], []
     for i, rollout in enumerate(one.rollouts):
         prompt, ids = prompts[i // args.group_size], rollout.tokens
         ended.append(ids[-1] in (1, 4))
         text = "".join(WORDS[token] for token in (ids[:-1] if ended[-1] else ids) if token > 3)
         reward.append(float(ended[-1] and len(text) % 2 == 1))
-        hindsight = envs.prompt_ids(tokenizer, hp_rlvr.hindsight_prompt(prompt, text, reward[-1] == 1, "Checked.", "attempt"), False)
-        p, q = law(model, envs.prompt_ids(tokenizer, prompt, False), ids), law(model, hindsight, ids)
+        q, flipped = (law(model, envs.prompt_ids(tokenizer, hp_rlvr.hindsight_prompt(prompt, text, success, "Checked.", "attempt"), False), ids)
+                      for success in (reward[-1] == 1, reward[-1] != 1))
+        p = law(model, envs.prompt_ids(tokenizer, prompt, False), ids)
         logp.append(p[range(len(ids)), ids])
-        credit.append({"hp_rlvr": js(p.exp(), q.exp()), "surprisal": surprisal_credit(logp[-1].exp())}.get(algo, torch.ones(len(ids))))
+        copied.append(q[range(len(ids)), ids].exp())
+        credit.append({"hp_rlvr": js((flipped if contrast else p).exp(), q.exp()), "surprisal": surprisal_credit(logp[-1].exp())}.get(algo, torch.ones(len(ids))))
         trained.append(float(ended[-1] or not mask_truncated))
     assert set(reward) == {0, 1} and set(ended) == {False, True} and len(one.rollouts) == len(prompts) * args.group_size
     tokens = sum(m * len(c) for m, c in zip(trained, credit))
@@ -818,6 +821,9 @@ def test_one_step_is_the_equation(algo, scale, mask_truncated, budget):
     expected = gradients(model, loss)
     close(optimizer.seen[0] * max(1.0, one.update["grad_norm"] + 1e-6), expected)
     assert one.scored_ahead == (scale == "mixed" and budget == 600), "no second causal forward pass where one serves"
+    if algo == "hp_rlvr":
+        for row, (c, p, q) in enumerate(zip(credit, logp, copied)):
+            close(one.views[:, row, :len(c)], trained[row] * torch.stack([c, p.exp(), q]))
     assert expected.norm() > 1e-2 and one.baseline == 0.3 and baseline.value == pytest.approx(0.9 * 0.3 + 0.1 * sum(reward) / len(reward))
 
 
@@ -1362,7 +1368,7 @@ def test_truncated_responses_are_trained_unless_masked_and_a_batch_without_token
     assert trained[2]["baseline"] == masked[2]["baseline"] == 0.45
 
 
-@pytest.mark.parametrize("flags", [("--hindsight", "digest"), ("--hindsight", "outcome"), ("--credit-scale", "batch"), ("--credit-scale", "raw")])
+@pytest.mark.parametrize("flags", [("--hindsight", "digest"), ("--hindsight", "outcome"), ("--contrast",), ("--credit-scale", "batch"), ("--credit-scale", "raw")])
 def test_hindsight_texts_and_credit_scales_change_the_step_but_not_the_rollouts(first_run, tiny, tmp_path, flags):
     ours, default = small_run(tmp_path / "run", tiny, *flags, "--steps", 1)[1], metrics_of(first_run.out)[1]
     assert (ours["reward_mean"], ours["generated_tokens"]) == (default["reward_mean"], default["generated_tokens"])
@@ -1472,7 +1478,7 @@ def refused(arguments, capfd) -> str:
     ("--task chess", "chess"), ("--colour blue", "--colour"), ("--steps many", "--steps"), ("--temperature 0", "--temperature"),
     ("--temperature nan", "--temperature"), ("--prompts-per-step 0", "--prompts-per-step"), ("--steps 0", "--steps"), ("--lr -1", "--lr"),
     ("--max-new-tokens 0", "--max-new-tokens"), ("--baseline-decay 1", "--baseline-decay"), ("--eval-every -1", "--eval-every"),
-    ("--algo grpo --group-size 1", "--group-size"), ("--columns 99", "--columns"), ("--device abacus", "abacus"), ("--task gsm8k", "--model"),
+    ("--algo grpo --group-size 1", "--group-size"), ("--algo reinforce --contrast", "--contrast"), ("--columns 99", "--columns"), ("--device abacus", "abacus"), ("--task gsm8k", "--model"),
     ("--model no/such/folder", "no/such/folder"), ("--resume no/such/run", "no/such/run")])
 def test_a_flag_that_cannot_work_is_refused_in_one_line_that_names_it(flags, named, tmp_path, capfd):
     """C02 for --temperature 0."""

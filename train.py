@@ -60,6 +60,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("the algorithm")
     how.add_argument("--algo", choices=["hp_rlvr", "grpo", "reinforce", "surprisal"], help="(default: hp_rlvr)")
     how.add_argument("--hindsight", choices=["attempt", "digest", "outcome"], help="what the hindsight view is shown (default: attempt)")
+    how.add_argument("--contrast", action="store_true", default=None, help="credit between the hindsight views of the true and of the flipped verdict, "
+                     "instead of between the causal and the hindsight view (default: off)")
     how.add_argument("--credit-scale", choices=["raw", "batch", "mixed"], help="token weights from credit; raw is the bare equation (default: mixed)")
     how.add_argument("--baseline-decay", type=float, help="decay of the moving average of rewards (default: 0.9)")
     how.add_argument("--group-size", type=int, help="rollouts per prompt (default: 8 for grpo, else 1)")
@@ -111,7 +113,7 @@ def complete_args(args: argparse.Namespace) -> None:
     def default(name, value):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name, value in dict(model="tiny", task="sums", thinking=False, algo="hp_rlvr", hindsight="attempt", credit_scale="mixed",
+    for name, value in dict(model="tiny", task="sums", thinking=False, algo="hp_rlvr", hindsight="attempt", contrast=False, credit_scale="mixed",
                             baseline_decay=0.9, mask_truncated=False, temperature=1.0, optimizer="adamw", tokens_per_microbatch=4096, seed=0, save_every=25,
                             device="cuda" if torch.cuda.is_available() else "cpu").items():
         default(name, value)
@@ -144,6 +146,8 @@ def complete_args(args: argparse.Namespace) -> None:
     least, most = 2, len(envs.ROOMS) if args.task == "household" else len(envs.PLACES)
     if not least <= args.columns <= most:
         raise UserError(f"--columns must be {least} to {most} for --task {args.task}, not {args.columns}")
+    if args.contrast and args.algo != "hp_rlvr":
+        raise UserError(f"--contrast compares two hindsight views and --algo {args.algo} has none: leave one of them out")
     if args.algo == "grpo" and args.group_size < 2:
         raise UserError("--algo grpo compares rollouts of one prompt: --group-size must be at least 2")
     if args.model == "tiny" and args.task not in ("sums", "household"):
@@ -402,11 +406,11 @@ def hindsight_ids(policy: Policy, task, one: Played, mode: str, success: bool, a
 # ------------------------------------------------------------------------------------------------------------------- credit and update
 
 def microbatches(rollouts: list[Rollout], budget: int) -> list[list[int]]:
-    """Indices of the rollouts, sorted by the length of their longer view and packed so that rows x longest row stays within `budget` tokens.
+    """Indices of the rollouts, sorted by the length of their longest view and packed so that rows x longest row stays within `budget` tokens.
 
     A long rollout may stand alone above the budget. Sorting keeps padding small: a batch by count pays for its longest member in every row.
     """
-    sizes = [max(len(rollout.causal_prefix), len(rollout.hindsight_prefix)) + len(rollout.tokens) for rollout in rollouts]
+    sizes = [max(map(len, (rollout.causal_prefix, rollout.hindsight_prefix, rollout.flipped_prefix))) + len(rollout.tokens) for rollout in rollouts]
     batches = [[]]
     for index in sorted(range(len(rollouts)), key=sizes.__getitem__):
         if batches[-1] and (len(batches[-1]) + 1) * sizes[index] > budget:
@@ -430,6 +434,7 @@ def views(rollouts: list[Rollout]) -> tuple[list[list[int]], list[list[int]], li
 def score(policy: Policy, rollouts: list[Rollout], mask: torch.Tensor, args: argparse.Namespace, hidden: torch.Tensor | None = None):
     """Credit of one micro-batch: (credit, P(y), Q(y)), each [B, T]; mask [B, T]. surprisal needs no hindsight view: its Q(y) is zero.
 
+    --contrast compares the hindsight views of both verdicts: what any change of prompt does to the law cancels, what the verdict does remains.
     `hidden`: the causal view's hidden states where the update has them already; else they cost one more forward pass.
     """
     causal, hindsight, responses = views(rollouts)
@@ -437,10 +442,14 @@ def score(policy: Policy, rollouts: list[Rollout], mask: torch.Tensor, args: arg
     with policy.autocast():
         if hidden is None:
             hidden = view_hidden(policy.model, causal, responses)
+        if args.algo == "hp_rlvr" and not args.contrast:
+            return compare_views(hidden, view_hidden(policy.model, hindsight, responses), policy.lm_head, tokens, mask, args.temperature)
+        prob = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)[0].exp() * mask
         if args.algo == "surprisal":
-            prob = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)[0].exp() * mask
             return surprisal_credit(prob) * mask, prob, torch.zeros_like(prob)
-        return compare_views(hidden, view_hidden(policy.model, hindsight, responses), policy.lm_head, tokens, mask, args.temperature)
+        true, flipped = (view_hidden(policy.model, prefixes, responses) for prefixes in (hindsight, [r.flipped_prefix for r in rollouts]))
+        credit, copied, _ = compare_views(true, flipped, policy.lm_head, tokens, mask, args.temperature)
+        return credit, prob, copied
 
 
 def advantages(algo: str, weight: torch.Tensor | None, mask: torch.Tensor, reward: torch.Tensor, baseline: float, group: torch.Tensor) -> torch.Tensor:
@@ -521,8 +530,10 @@ def verdict_diagnostics(policy: Policy, task, sampled: list[Played], args: argpa
 
 
 def make_rollouts(policy: Policy, task, played: list[Played], args: argparse.Namespace) -> list[Rollout]:
-    return [Rollout(one.prefix, hindsight_ids(policy, task, one, args.hindsight, one.episode.reward == 1, args) if args.algo == "hp_rlvr" else [],
-                    one.tokens, one.action_mask, one.episode.reward, one.episode.truncated, one.number // args.group_size)
+    def hindsight(one: Played, success: bool, wanted: bool) -> list[int]:
+        return hindsight_ids(policy, task, one, args.hindsight, success, args) if wanted else []
+    return [Rollout(one.prefix, hindsight(one, one.episode.reward == 1, args.algo == "hp_rlvr"), one.tokens, one.action_mask, one.episode.reward,
+                    one.episode.truncated, one.number // args.group_size, hindsight(one, one.episode.reward != 1, args.contrast))
             for one in played]
 
 
@@ -530,7 +541,7 @@ def make_rollouts(policy: Policy, task, played: list[Played], args: argparse.Nam
 
 @torch.no_grad()
 def inspect(policy: Policy, task, played: list[Played], baseline: float, args: argparse.Namespace) -> list[dict]:
-    """Per-token text, weight (signed by the advantage), and top-3 of both views, of up to four right and four wrong rollouts."""
+    """Per-token text, weight (signed by the advantage), and top-3 of each view, of up to four right and four wrong rollouts."""
     right = [one for one in played if one.episode.reward == 1][:4]
     wrong = [one for one in played if one.episode.reward == 0][:4]
     chosen = right + wrong
@@ -540,7 +551,7 @@ def inspect(policy: Policy, task, played: list[Played], baseline: float, args: a
         mask = torch.tensor([rollout.action_mask], dtype=torch.float32, device=policy.device)
         credit = score(policy, [rollout], mask, args)[0] if args.algo in CREDITED else 0 * mask
         tops = []
-        for prefix in [rollout.causal_prefix] + [rollout.hindsight_prefix] * (args.algo == "hp_rlvr"):
+        for prefix in filter(None, (rollout.causal_prefix, rollout.hindsight_prefix, rollout.flipped_prefix)):
             with policy.autocast():
                 hidden = view_hidden(policy.model, [prefix], [rollout.tokens])[0]
                 best = [log_law(part, policy.lm_head, args.temperature).exp().topk(3) for part in hidden.split(128)]
@@ -552,13 +563,13 @@ def inspect(policy: Policy, task, played: list[Played], baseline: float, args: a
 
 
 def write_credit_html(path: Path, shown: list[dict], title: str) -> None:
-    """One self-contained page: blue tokens were pushed up, red ones down, as deep as their credit; hover for both views' top three."""
+    """One self-contained page: blue tokens were pushed up, red ones down, as deep as their credit; hover for each view's top three."""
     parts = []
     for one in shown:
         spans = []
         for index, (token, credit, generated) in enumerate(zip(one["tokens"], one["credit"], one["mask"])):
             hover = [f"credit {credit:.3f}"]
-            for name, top in zip(("P, causal", "Q, hindsight"), one["tops"]):
+            for name, top in zip(("P, causal", "Q, hindsight", "Q, other verdict"), one["tops"]):
                 hover.append(f"{name}: " + ", ".join(f"{text!r} {value:.3f}" for text, value in top[index]))
             colour = f"rgba({'40,110,255' if one['advantage'] > 0 else '235,60,40'},{min(1.0, credit):.3f})"
             style = f"background:{colour}" if generated else "opacity:.5"
@@ -778,7 +789,7 @@ def step_metrics(one: Step, args: argparse.Namespace) -> dict:
     count, trained, rollouts = len(episodes), one.mask.bool(), one.rollouts
     generated = sum(sum(played.action_mask) for played in one.played)
     causal_tokens = sum(len(rollout.causal_prefix) + len(rollout.tokens) for rollout in rollouts)
-    hindsight_tokens = sum(len(rollout.hindsight_prefix) + len(rollout.tokens) for rollout in rollouts) if args.algo == "hp_rlvr" else 0
+    hindsight_tokens = sum(len(prefix) + len(rollout.tokens) for rollout in rollouts for prefix in (rollout.hindsight_prefix, rollout.flipped_prefix) if prefix)
     metrics = dict.fromkeys(METRICS) | dict(
         reward_mean=one.reward.mean().item(), baseline=one.baseline, zero_gradient=one.update is None or one.update["grad_norm"] < 1e-12,
         response_tokens_mean=generated / count, generated_tokens=generated, scored_tokens=0, trained_tokens=0,
@@ -840,7 +851,7 @@ def train(args: argparse.Namespace, task, out: Path) -> int:
         append(out / "metrics.jsonl", metrics)
         bar.set_description(f"reward {metrics['reward_mean']:.2f}  accuracy {accuracy:.2f}")
         if args.algo == "hp_rlvr" and not warned:
-            warned = warn(metrics, floor)
+            warned = warn(metrics, None if args.contrast else floor)  # between verdicts, what any change of prompt does cancels
         if bad_in_a_row == 3:
             print("train.py: the loss or the gradient was not finite in three steps in a row: look at --lr, --dtype fp32 and the model's own weights",
                   file=sys.stderr)

@@ -1,13 +1,12 @@
 """What the evidence in README needs beside train.py: controls that are no flags, and measurements on finished runs.
 
     python assets/evidence.py shuffle [train.py's flags]     credit shuffled within each response: same sizes, wrong places
-    python assets/evidence.py contrast [flags]               credit JSD(Q | true verdict, Q | flipped verdict): what the verdict alone contributes
     python assets/evidence.py failures [flags]               credit on failures only, weight 1 on successes
     python assets/evidence.py capped [flags]                 credit cut at five times its mean; uncapped: divided by its mean, not cut (--credit-scale batch does both)
     python assets/evidence.py unit [flags]                   every gradient brought to one length, so that AdamW's memory of longer ones cannot shorten a step
     python assets/evidence.py beta [flags]                   AdamW's second moments forgotten after some ten steps: betas 0.9, 0.9
     python assets/evidence.py frozen [flags]                 credit scored by the weights that the run began with
-    python assets/evidence.py unit+contrast [flags]          several of these at once, in this order
+    python assets/evidence.py unit+frozen [flags]            several of these at once, in this order
     python assets/evidence.py copying [flags]                sums, by a policy whose warm-up taught the hindsight view to repeat the attempt
     python assets/evidence.py pass8 RUN                      pass@1 and pass@8 of RUN's model on 100 held-out rows, into RUN/pass8.json
     python assets/evidence.py table "ARM=RUN,RUN" ...        the rows of README's tables: mean and standard deviation over an arm's runs
@@ -65,25 +64,6 @@ def frozen() -> None:
         first or first.append(copy.deepcopy(policy))
         return score(first[0], rollouts, mask, args)
     train.score = by_first
-
-
-def contrast() -> None:
-    make_rollouts, score = train.make_rollouts, train.score
-
-    def with_flipped(policy, task, played, args):
-        rollouts = make_rollouts(policy, task, played, args)
-        for one, rollout in zip(played, rollouts):
-            rollout.flipped_prefix = train.hindsight_ids(policy, task, one, args.hindsight, rollout.reward != 1, args)
-        return rollouts
-
-    @torch.no_grad()
-    def between_verdicts(policy, rollouts, mask, args, hidden=None):
-        _, prob, copied = score(policy, rollouts, mask, args, hidden)
-        _, hindsight, responses = train.views(rollouts)
-        with policy.autocast():
-            true, flipped = (view_hidden(policy.model, prefixes, responses) for prefixes in (hindsight, [one.flipped_prefix for one in rollouts]))
-            return token_credit(true, flipped, policy.lm_head, mask, args.temperature), prob, copied
-    train.make_rollouts, train.score = with_flipped, between_verdicts
 
 
 def failures() -> None:
@@ -265,5 +245,5 @@ if __name__ == "__main__":
         globals()[what](*rest)
     else:
         for variant in what.split("+"):
-            dict(shuffle=shuffle, capped=capped, uncapped=uncapped, unit=unit, beta=beta, frozen=frozen, contrast=contrast, failures=failures, copying=copying)[variant]()
+            dict(shuffle=shuffle, capped=capped, uncapped=uncapped, unit=unit, beta=beta, frozen=frozen, failures=failures, copying=copying)[variant]()
         sys.exit(train.main(rest))
