@@ -103,13 +103,15 @@ def pass8(run: str) -> None:
 
 
 def table(*arms: str) -> None:
-    """Seconds are those of all steps, as a ratio to the run of the same place in the last arm named."""
+    """Seconds are those of all steps, as a ratio to the run of the same place in the last arm named. nan: RUN/pass8.json is not there."""
     def summary(run: str) -> dict:
         before, *steps = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
         total = lambda *keys: sum(step[key] or 0 for step in steps for key in keys)
+        eight = Path(run, "pass8.json")
         return dict(reward=total("reward_mean") / len(steps), sampled=steps[-1]["eval_accuracy_sampled"], greedy=steps[-1]["eval_accuracy"],
-                    pass8=json.loads(Path(run, "pass8.json").read_text())["pass@8"], entropy=sum(step["entropy"] for step in steps[-10:]) / 10,
-                    length=sum(step["response_tokens_mean"] for step in steps[-10:]) / 10, homogeneous=total("homogeneous_groups") / len(steps),
+                    pass8=json.loads(eight.read_text())["pass@8"] if eight.exists() else float("nan"), entropy=sum(step["entropy"] for step in steps[-10:]) / 10,
+                    length=sum(step["response_tokens_mean"] for step in steps[-10:]) / 10,
+                    homogeneous=float("nan") if steps[0]["homogeneous_groups"] is None else total("homogeneous_groups") / len(steps),
                     zero=total("zero_gradient"), tokens=[round(total(key) / 1000) for key in ("generated_tokens", "scored_tokens", "trained_tokens")],
                     seconds=total("seconds_rollout", "seconds_verify", "seconds_credit", "seconds_update"))
     found = {name: [summary(run) for run in runs.split(",")] for name, runs in (arm.split("=") for arm in arms)}

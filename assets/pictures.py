@@ -1,7 +1,7 @@
 """The pictures of README, as SVG (curves and kinds need matplotlib).
 
-    python assets/pictures.py rollout OUT.svg RUN/credit.html            its first right and its first wrong rollout, shaded by credit
-    python assets/pictures.py curves OUT.svg "HP-RLVR=RUN,RUN" ...       reward over rollouts and over seconds: mean and range over the runs of an arm
+    python assets/pictures.py rollout OUT.svg RUN/credit.html [N]        its first N (1) right and wrong rollouts, shaded by credit
+    python assets/pictures.py curves OUT.svg rollouts,tokens,seconds "HP-RLVR=RUN,RUN" ...   reward over each of these: mean and range over the runs of an arm
     python assets/pictures.py kinds OUT.svg "before=RUN/place-tiny.json" ...   credit by token kind, as `evidence.py place` measured it
 """
 import html
@@ -14,7 +14,7 @@ PAPER, INK = "#fbfbfa", "#1c1c1e"  # a card of its own colour reads the same on 
 COLOURS = ("#1f5fd0", "#d9480f", "#2b8a3e", "#862e9c", "#868e96", "#e6a700", "#0b7285")
 
 
-def rollout(out: str, page: str) -> None:
+def rollout(out: str, page: str, each: str = "1") -> None:
     text_of_page = Path(page).read_text(encoding="utf-8")
     width, line, char, left = 900, 26, 8.43, 20
     shapes, y = [], 34
@@ -22,25 +22,25 @@ def rollout(out: str, page: str) -> None:
     def text(x, y, content, style=""):
         shapes.append(f'<text x="{x:.1f}" y="{y}" xml:space="preserve" {style}>{html.escape(content)}</text>')
 
+    pattern = r"<h2>{}, ([^<]*)</h2><pre class=prompt>(.*?)</pre><pre>(.*?)</pre>"
     for word in ("CORRECT", "INCORRECT"):
-        match = re.search(rf"<h2>{word}, ([^<]*)</h2><pre class=prompt>(.*?)</pre><pre>(.*?)</pre>", text_of_page, re.DOTALL)
-        if match is None:
-            continue
-        text(left, y, f"{word}, {match[1]}", 'font-weight="bold"')
-        x, y = left, y + line
-        for style, content in re.findall(r'<span style="([^"]*)"[^>]*>(.*?)</span>', match[3], re.DOTALL):
-            token, colour = html.unescape(content), re.search(r"rgba\([^)]*\)", style)
-            if "\n" in token:
-                x, y, token = left, y + line, token.replace("\n", "")
-            if x + len(token) * char > width - left:
-                x, y = left, y + line
-            if colour and token:
-                shapes.append(f'<rect x="{x:.1f}" y="{y - 17}" width="{len(token) * char:.1f}" height="23" rx="3" fill="{colour[0]}"/>')
-            text(x, y, token, "" if colour else 'opacity=".5"')
-            x += len(token) * char
-        y += 2 * line
+        for advantage, prompt, tokens in re.findall(pattern.format(word), text_of_page, re.DOTALL)[:int(each)]:
+            text(left, y, f"{word}, {advantage}", 'font-weight="bold"')
+            text(left + 300, y, next((part for part in html.unescape(prompt).splitlines() if "?" in part), "")[:60], 'opacity=".6"')
+            x, y = left, y + line
+            for style, content in re.findall(r'<span style="([^"]*)"[^>]*>(.*?)</span>', tokens, re.DOTALL):
+                token, colour = html.unescape(content), re.search(r"rgba\([^)]*\)", style)
+                if "\n" in token:
+                    x, y, token = left, y + line, token.replace("\n", "")
+                if x + len(token) * char > width - left:
+                    x, y = left, y + line
+                if colour and token:
+                    shapes.append(f'<rect x="{x:.1f}" y="{y - 17}" width="{len(token) * char:.1f}" height="23" rx="3" fill="{colour[0]}"/>')
+                text(x, y, token, "" if colour else 'opacity=".5"')
+                x += len(token) * char
+            y += 2 * line if each == "1" else 1.4 * line
     Path(out).write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y - line}" font-family="ui-monospace,Menlo,Consolas,monospace" font-size="14" fill="{INK}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y - line:.0f}" font-family="ui-monospace,Menlo,Consolas,monospace" font-size="14" fill="{INK}">'
         f'<rect width="100%" height="100%" rx="8" fill="{PAPER}"/>{"".join(shapes)}</svg>\n', encoding="utf-8")
 
 
@@ -56,21 +56,27 @@ def canvas(columns: int):
     return figure, axes
 
 
-def curves(out: str, *arms: str) -> None:
+SECONDS = tuple(f"seconds_{phase}" for phase in ("rollout", "verify", "credit", "update"))
+TOKENS = ("generated_tokens", "scored_tokens", "trained_tokens")
+AXES = dict(rollouts=("rollouts", lambda step: step["generated_tokens"] / step["response_tokens_mean"]),
+            tokens=("thousand tokens sampled, scored and trained", lambda step: sum(step[key] for key in TOKENS) / 1000),
+            seconds=("seconds of rollout, verification, credit and update", lambda step: sum(step[key] for key in SECONDS)))
+
+
+def curves(out: str, over: str, *arms: str) -> None:
     import numpy as np
-    figure, axes = canvas(2)
+    chosen = [AXES[name] for name in over.split(",")]
+    figure, axes = canvas(len(chosen))
     for colour, arm in zip(COLOURS, arms):
         name, folders = arm.split("=")
         runs = [[json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()][1:] for folder in folders.split(",")]
         reward = np.array([[step["reward_mean"] for step in run] for run in runs])
         smooth = np.array([[row[max(0, end - 9):end + 1].mean() for end in range(len(row))] for row in reward])
-        seconds = np.array([[sum(value for key, value in step.items() if key.startswith("seconds_")) for step in run] for run in runs]).cumsum(1).mean(0)
-        rollouts = np.array([[step["generated_tokens"] / step["response_tokens_mean"] for step in run] for run in runs]).cumsum(1).mean(0)
-        for axis, x in zip(axes, (rollouts, seconds)):
+        for axis, (label, of_step) in zip(axes, chosen):
+            x = np.array([[of_step(step) for step in run] for run in runs]).cumsum(1).mean(0)
             axis.plot(x, smooth.mean(0), color=colour, label=name)
             axis.fill_between(x, smooth.min(0), smooth.max(0), color=colour, alpha=0.15, linewidth=0)
-    for axis, label in zip(axes, ("rollouts", "seconds of rollout, verification, credit and update")):
-        axis.set(xlabel=label, ylabel="reward, mean of ten steps")
+            axis.set(xlabel=label, ylabel="reward, mean of ten steps")
     axes[0].legend(frameon=False, fontsize=9)
     figure.savefig(out, metadata=dict(Date=None))
 
