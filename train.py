@@ -434,22 +434,22 @@ def views(rollouts: list[Rollout]) -> tuple[list[list[int]], list[list[int]], li
 def score(policy: Policy, rollouts: list[Rollout], mask: torch.Tensor, args: argparse.Namespace, hidden: torch.Tensor | None = None):
     """Credit of one micro-batch: (credit, P(y), Q(y)), each [B, T]; mask [B, T]. surprisal needs no hindsight view: its Q(y) is zero.
 
-    --contrast compares the hindsight views of both verdicts: what any change of prompt does to the law cancels, what the verdict does remains.
+    --contrast compares the hindsight views of both verdicts: what the two prompts share has no part in it. It needs no causal view: its P(y) is zero.
     `hidden`: the causal view's hidden states where the update has them already; else they cost one more forward pass.
     """
     causal, hindsight, responses = views(rollouts)
     tokens = pad(responses, policy.device, torch.long)
     with policy.autocast():
+        if args.contrast:
+            true, flipped = (view_hidden(policy.model, prefixes, responses) for prefixes in (hindsight, [r.flipped_prefix for r in rollouts]))
+            credit, copied, _ = compare_views(true, flipped, policy.lm_head, tokens, mask, args.temperature)
+            return credit, torch.zeros_like(credit), copied
         if hidden is None:
             hidden = view_hidden(policy.model, causal, responses)
-        if args.algo == "hp_rlvr" and not args.contrast:
-            return compare_views(hidden, view_hidden(policy.model, hindsight, responses), policy.lm_head, tokens, mask, args.temperature)
-        prob = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)[0].exp() * mask
         if args.algo == "surprisal":
+            prob = token_log_probs(hidden, policy.lm_head, tokens, mask, args.temperature)[0].exp() * mask
             return surprisal_credit(prob) * mask, prob, torch.zeros_like(prob)
-        true, flipped = (view_hidden(policy.model, prefixes, responses) for prefixes in (hindsight, [r.flipped_prefix for r in rollouts]))
-        credit, copied, _ = compare_views(true, flipped, policy.lm_head, tokens, mask, args.temperature)
-        return credit, prob, copied
+        return compare_views(hidden, view_hidden(policy.model, hindsight, responses), policy.lm_head, tokens, mask, args.temperature)
 
 
 def advantages(algo: str, weight: torch.Tensor | None, mask: torch.Tensor, reward: torch.Tensor, baseline: float, group: torch.Tensor) -> torch.Tensor:
@@ -780,7 +780,9 @@ def train_step(policy: Policy, optimizer, task, rows: list[dict], baseline: EMAB
         return advantages(args.algo, weight, mask, reward, before, group)[batch, :hidden.shape[1]]
 
     result = update(policy, optimizer, rollouts, batches, weigh, mask, args, clock) if mask.any() else None
-    return Step(played, len(rows) - len(played), rollouts, reward, group, mask, before, scored, ahead, result)
+    if args.contrast and result is not None:
+        prob[:] = result["log_prob"].exp() * mask
+    return Step(played, len(rows) - len(played), rollouts, reward, group, mask, before, scored, ahead and not args.contrast, result)
 
 
 def step_metrics(one: Step, args: argparse.Namespace) -> dict:
@@ -850,8 +852,8 @@ def train(args: argparse.Namespace, task, out: Path) -> int:
             metrics |= evaluation(step)
         append(out / "metrics.jsonl", metrics)
         bar.set_description(f"reward {metrics['reward_mean']:.2f}  accuracy {accuracy:.2f}")
-        if args.algo == "hp_rlvr" and not warned:
-            warned = warn(metrics, None if args.contrast else floor)  # between verdicts, what any change of prompt does cancels
+        if args.algo == "hp_rlvr" and not args.contrast and not warned:
+            warned = warn(metrics, floor)
         if bad_in_a_row == 3:
             print("train.py: the loss or the gradient was not finite in three steps in a row: look at --lr, --dtype fp32 and the model's own weights",
                   file=sys.stderr)

@@ -2,11 +2,11 @@
 
     python assets/evidence.py shuffle [train.py's flags]     credit shuffled within each response: same sizes, wrong places
     python assets/evidence.py failures [flags]               credit on failures only, weight 1 on successes
-    python assets/evidence.py capped [flags]                 credit cut at five times its mean; uncapped: divided by its mean, not cut (--credit-scale batch does both)
+    python assets/evidence.py capped [flags]                 with --credit-scale batch: credit cut at five times its mean; uncapped: divided by its mean, not cut
     python assets/evidence.py unit [flags]                   every gradient brought to one length, so that AdamW's memory of longer ones cannot shorten a step
     python assets/evidence.py beta [flags]                   AdamW's second moments forgotten after some ten steps: betas 0.9, 0.9
     python assets/evidence.py frozen [flags]                 credit scored by the weights that the run began with
-    python assets/evidence.py unit+frozen [flags]            several of these at once, in this order
+    python assets/evidence.py unit+frozen [flags]            several of these at once; shuffle comes last
     python assets/evidence.py copying [flags]                sums, by a policy whose warm-up taught the hindsight view to repeat the attempt
     python assets/evidence.py pass8 RUN                      pass@1 and pass@8 of RUN's model on 100 held-out rows, into RUN/pass8.json
     python assets/evidence.py table "ARM=RUN,RUN" ...        the rows of README's tables: mean and standard deviation over an arm's runs
@@ -40,21 +40,37 @@ def shuffle() -> None:
 
 
 def capped() -> None:
-    train.scale_credit = lambda credit, mask, scale: torch.minimum(credit, 5 * (credit * mask).sum() / mask.sum()) * mask
+    train.scale_credit = lambda credit, mask, scale: torch.minimum(credit, 5 * mean_credit(credit, mask, scale)) * mask
 
 
 def uncapped() -> None:
-    train.scale_credit = lambda credit, mask, scale: credit / ((credit * mask).sum() / mask.sum()).clamp(min=1e-3) * mask
+    train.scale_credit = lambda credit, mask, scale: credit / mean_credit(credit, mask, scale).clamp(min=1e-3) * mask
+
+
+def mean_credit(credit, mask, scale):
+    if scale == "raw":
+        raise SystemExit("capped and uncapped need --credit-scale batch: raw never has the credit of the whole batch at once")
+    return (credit * mask).sum() / mask.sum()
 
 
 def unit() -> None:
-    clip = torch.nn.utils.clip_grad_norm_
-    torch.nn.utils.clip_grad_norm_ = lambda parameters, longest: clip(parameters, 1e-6)  # shorter than any gradient seen here, far above AdamW's eps
+    def shorten(optimizer, *_):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-6)  # below any gradient seen here, far above the eps of 1e-15
+    change_optimizer(lambda optimizer: optimizer.register_step_pre_hook(shorten))
 
 
 def beta() -> None:
-    adamw = torch.optim.AdamW
-    torch.optim.AdamW = lambda parameters, betas, **rest: adamw(parameters, betas=(betas[0], 0.9), **rest)
+    change_optimizer(lambda optimizer: optimizer.param_groups[0].update(betas=(0.9, 0.9)))
+
+
+def change_optimizer(change) -> None:
+    make_optimizer = train.make_optimizer
+
+    def changed(policy, args):
+        optimizer = make_optimizer(policy, args)
+        change(optimizer)
+        return optimizer
+    train.make_optimizer = changed
 
 
 def frozen() -> None:
@@ -157,7 +173,7 @@ def auc(scores: torch.Tensor, chosen: torch.Tensor, among: torch.Tensor) -> floa
 @torch.no_grad()
 def place(run: str, model: str = "model") -> None:
     args, task, policy = load(run, model)
-    args.algo = "hp_rlvr"
+    args.algo, args.contrast = "hp_rlvr", False
     torch.manual_seed(args.seed)
     columns = {name: [] for name in ("credit", "surprisal", "entropy", "random", "flip", "kind", "right", "after")}
     outcomes = dict.fromkeys(("right", "dropped a carry", "another mistake"), 0)
@@ -201,7 +217,7 @@ def drift(run: str, model: str = "model", batches: int = 64, size: int = 16) -> 
     """Squared norms of E[w grad log pi], which no reward put there, and of E[w (R - b) grad log pi], what is meant, b the mean reward; w the credit
     at each scale, and 1, for which the first is zero."""
     args, task, policy = load(run, model)
-    args.algo = "hp_rlvr"
+    args.algo, args.contrast = "hp_rlvr", False
     weights = dict(raw=lambda credit, mask: credit, batch=lambda credit, mask: scale_credit(credit, mask, "batch"),
                    mixed=lambda credit, mask: scale_credit(credit, mask, "mixed"), uniform=lambda credit, mask: mask)
     collected = {name + part: [] for name in weights for part in ("", " A")}
@@ -246,6 +262,9 @@ if __name__ == "__main__":
     if what in ("pass8", "table", "place", "drift"):
         globals()[what](*rest)
     else:
-        for variant in what.split("+"):
+        variants = what.split("+")
+        if "--resume" in rest or "--algo" in rest and not {"unit", "beta", "copying"}.issuperset(variants):
+            sys.exit("evidence.py: no --resume (a run would go on as another), and --algo with unit, beta and copying alone: the others change credit")
+        for variant in variants:
             dict(shuffle=shuffle, capped=capped, uncapped=uncapped, unit=unit, beta=beta, frozen=frozen, failures=failures, copying=copying)[variant]()
         sys.exit(train.main(rest))
