@@ -29,15 +29,14 @@ def rollout(out: str, page: str, each: str = "1") -> None:
             text(left + 300, y, next((part for part in html.unescape(prompt).splitlines() if "?" in part), "")[:60], 'opacity=".6"')
             x, y = left, y + line
             for style, content in re.findall(r'<span style="([^"]*)"[^>]*>(.*?)</span>', tokens, re.DOTALL):
-                token, colour = html.unescape(content), re.search(r"rgba\([^)]*\)", style)
-                if "\n" in token:
-                    x, y, token = left, y + line, token.replace("\n", "")
-                if x + len(token) * char > width - left:
-                    x, y = left, y + line
-                if colour and token:
-                    shapes.append(f'<rect x="{x:.1f}" y="{y - 17}" width="{len(token) * char:.1f}" height="23" rx="3" fill="{colour[0]}"/>')
-                text(x, y, token, "" if colour else 'opacity=".5"')
-                x += len(token) * char
+                colour = re.search(r"rgba\([^)]*\)", style)
+                for number, part in enumerate(html.unescape(content).split("\n")):
+                    if number or x + len(part) * char > width - left:
+                        x, y = left, y + line
+                    if colour and part:
+                        shapes.append(f'<rect x="{x:.1f}" y="{y - 17}" width="{len(part) * char:.1f}" height="23" rx="3" fill="{colour[0]}"/>')
+                    text(x, y, part, "" if colour else 'opacity=".5"')
+                    x += len(part) * char
             y += 2 * line if each == "1" else 1.4 * line
     Path(out).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y - line:.0f}" font-family="ui-monospace,Menlo,Consolas,monospace" font-size="14" fill="{INK}">'
